@@ -1,0 +1,1 @@
+"""Prefix reuse for llama.cpp in Python."""
