@@ -1,0 +1,149 @@
+"""Sequence ids of one context: lanes for requests, residents for cached paths, one for captures.
+
+Every call here leaves the sequences it names in a known state: copies and loads are verified by position,
+and a sequence that cannot be emptied is set aside, with its cells counted as lost, and never used again.
+The caller holds the context's lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from skippy.errors import NativeError, SkippyError
+
+__all__ = ["NativeContext", "Pool"]
+
+log = logging.getLogger("skippy")
+
+
+class NativeContext(Protocol):
+    """What the pool needs of `skippy._llama.Context`; tests put a failing one in its place."""
+
+    n_ctx: int
+    n_batch: int
+    n_seq_max: int
+
+    def seq_cp(self, src: int, dst: int, start: int = 0, end: int = -1) -> None: ...
+    def seq_rm(self, seq: int, start: int = 0, end: int = -1) -> bool: ...
+    def seq_pos_min(self, seq: int) -> int: ...
+    def seq_pos_max(self, seq: int) -> int: ...
+    def state_size(self, seq: int, flags: int = 0) -> int: ...
+    def save(self, seq: int, out: Any, flags: int = 0) -> int: ...
+    def load(self, seq: int, data: Any, flags: int = 0) -> None: ...
+    def decode(self, seq: int, start: int, tokens: Any, outputs: Any = "last") -> int: ...
+
+
+class Pool:
+    """Hands out sequence ids of `context` and moves cells between them.
+
+    Ids 0 .. lanes-1 are lanes, the next is for captures, the next `residents` are for cached paths.
+    """
+
+    def __init__(self, context: NativeContext, *, lanes: int, residents: int) -> None:
+        needed = lanes + 1 + residents
+        if lanes < 1 or residents < 0 or needed > context.n_seq_max:
+            raise ValueError(
+                f"{lanes} lanes, 1 capture and {residents} residents need {needed} sequence ids, "
+                f"the context has {context.n_seq_max}"
+            )
+        self.context = context
+        self.n_cells = context.n_ctx
+        self.set_aside: dict[int, int] = {}  # sequence id -> cells that could not be freed
+        self._lanes = list(range(lanes))
+        self._capture: int | None = lanes
+        self._residents = list(range(lanes + 1, needed))
+        self._lane_ids = frozenset(self._lanes)
+
+    @property
+    def lost_cells(self) -> int:
+        """Cells of sequences that were set aside."""
+        return sum(self.set_aside.values())
+
+    @property
+    def free_residents(self) -> int:
+        """How many ids for cached paths are free."""
+        return len(self._residents)
+
+    def take_lane(self) -> int | None:
+        """The lowest free lane, or None."""
+        return heapq.heappop(self._lanes) if self._lanes else None
+
+    def take_resident(self) -> int | None:
+        """The lowest free id for a cached path, or None."""
+        return heapq.heappop(self._residents) if self._residents else None
+
+    def give_back(self, seq: int) -> None:
+        """Empty `seq` and make its id free again; NativeError, with the id set aside, if it cannot be emptied."""
+        self.empty(seq)
+        heapq.heappush(self._lanes if seq in self._lane_ids else self._residents, seq)
+
+    def length(self, seq: int) -> int:
+        """Tokens in `seq`, counted from position 0: its highest position and one."""
+        return self.context.seq_pos_max(seq) + 1
+
+    def empty(self, seq: int) -> None:
+        """Drop all cells of `seq`.  NativeError, with the id set aside, if some remain."""
+        cells = 0
+        try:
+            if self.context.seq_pos_max(seq) == -1:
+                return
+            cells = self.context.seq_pos_max(seq) - self.context.seq_pos_min(seq) + 1
+            if self.context.seq_rm(seq) and self.context.seq_pos_max(seq) == -1:
+                return
+            reason = "its cells remain"
+        except (SkippyError, RuntimeError) as error:
+            reason = str(error)
+        self._put_aside(seq, cells)
+        raise NativeError(f"sequence {seq} could not be emptied ({reason}); it is set aside with {cells} cells")
+
+    def _put_aside(self, seq: int, cells: int) -> None:
+        self.set_aside[seq] = cells
+        log.warning("sequence %d could not be emptied: set aside, %d cells lost", seq, cells)
+        if seq == self._capture:
+            self._capture = self.take_resident()
+
+    def trim(self, seq: int, length: int) -> None:
+        """Cut `seq` after its first `length` tokens.  NativeError if it does not end there afterwards."""
+        if length == 0:
+            self.empty(seq)
+            return
+        if not self.context.seq_rm(seq, length) or self.length(seq) != length:
+            raise NativeError(f"sequence {seq} could not be cut to {length} tokens: it has {self.length(seq)}")
+
+    def append(self, src: int, dst: int, start: int, end: int) -> None:
+        """Let `dst`, which ends at `start`, share the cells [start, end) of `src`.  Metadata only.
+
+        NativeError, with `dst` cut back to `start`, if it does not end at `end` afterwards.
+        """
+        if self.length(dst) != start:
+            raise NativeError(f"sequence {dst} has {self.length(dst)} tokens, expected {start} before appending")
+        self.context.seq_cp(src, dst, start, end)
+        if self.length(dst) != end:
+            found = self.length(dst)
+            self.trim(dst, start)
+            raise NativeError(f"sequence {dst} has {found} tokens after copying [{start}, {end}) of {src}")
+
+    @contextmanager
+    def capture(self, src: int, start: int, end: int) -> Iterator[int]:
+        """A sequence that shares the cells [start, end) of `src` alone, for as long as the block runs."""
+        with self.scratch() as temp:
+            self.context.seq_cp(src, temp, start, end)
+            if self.context.seq_pos_min(temp) != start or self.length(temp) != end:
+                raise NativeError(f"the capture of [{start}, {end}) of sequence {src} holds other positions")
+            yield temp
+
+    @contextmanager
+    def scratch(self) -> Iterator[int]:
+        """The empty sequence for captures; it is emptied again when the block ends, however it ends."""
+        temp = self._capture
+        if temp is None:
+            raise NativeError("no sequence id is left for captures")
+        self.empty(temp)
+        try:
+            yield temp
+        finally:
+            self.empty(temp)
