@@ -67,5 +67,5 @@ def make_plan(match: Match, prompt_tokens: int, *, min_tokens: int, speeds: Spee
         length = end
     if not parts:
         return Plan((), matched, "not_worth_it" if worthless else "evicted_recently")
-    reason = "hit" if length == wanted and matched == prompt_tokens else "partial"
+    reason = "hit" if length == wanted else "partial"
     return Plan(tuple(parts), matched, reason)

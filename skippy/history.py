@@ -1,0 +1,64 @@
+"""At which token prompts have left the stored paths, so that a volatile one can be named."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PartingHistory", "goes_on_alike"]
+
+Tokens = npt.NDArray[np.int32]
+
+
+def goes_on_alike(stored: Tokens, prompt: Tokens, run: int = 16) -> bool:
+    """Whether two tails that differ at first hold a common run of `run` tokens (or of the shorter one's rest).
+
+    That is what tells a time of day in a prompt, after which the text goes on as before, from another
+    conversation over the same system prompt.  O(n) for tails of n tokens.
+
+    >>> a = np.arange(100, dtype=np.int32)
+    >>> b = a.copy(); b[0] = 999
+    >>> goes_on_alike(a, b), goes_on_alike(a, b + 1000)
+    (True, False)
+    """
+    run = max(1, min(run, len(stored) - 1, len(prompt) - 1))
+    if len(stored) < run or len(prompt) < run:
+        return False
+    width = run * stored.itemsize
+    raw = stored.tobytes()
+    grams = {raw[i : i + width] for i in range(0, len(raw) - width + 1, stored.itemsize)}
+    raw = prompt.tobytes()
+    return any(raw[i : i + width] in grams for i in range(0, len(raw) - width + 1, prompt.itemsize))
+
+
+class PartingHistory:
+    """Counts, per namespace and index, the prompts that parted there and then went on alike.  Bounded."""
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._partings: OrderedDict[tuple[str, int], int] = OrderedDict()
+
+    def note(self, namespace: str, index: int, stored: Tokens, prompt: Tokens) -> None:
+        """A prompt has left a stored path at `index`; both tails begin there."""
+        if not goes_on_alike(stored, prompt):
+            return
+        key = (namespace, index)
+        self._partings[key] = self._partings.pop(key, 0) + 1
+        if len(self._partings) > self._capacity:
+            self._partings.popitem(last=False)
+
+    def prompts_parted(self, namespace: str, index: int) -> int:
+        """How many prompts differ from each other at `index`, the one that was stored first among them."""
+        partings = self._partings.get((namespace, index), 0)
+        return partings + 1 if partings else 0
+
+    def volatile_index(self, namespace: str, matched: int, least: int = 3) -> int | None:
+        """The first index up to `matched` at which at least `least` prompts have parted, or None."""
+        found = [
+            index
+            for (name, index), _ in self._partings.items()
+            if name == namespace and index <= matched and self.prompts_parted(name, index) >= least
+        ]
+        return min(found, default=None)

@@ -1,0 +1,177 @@
+"""What is kept, and what leaves: the cells of the pool, the bytes of RAM, and the order of leaving.
+
+Everything has a hard cap.  Room is made before it is used; what leaves the pool goes into RAM; an entry
+leaves the tree only after its native part is gone, and what failed natively is not in the tree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from skippy._radix import Node, RadixTree, Span
+from skippy.arena import Block
+from skippy.errors import ContextFull, Locked, NativeError
+from skippy.pool import Pool
+from skippy.segments import RamStore, Segment
+
+__all__ = ["Space"]
+
+log = logging.getLogger("skippy")
+
+Emit = Callable[..., None]
+
+
+class Space:
+    """Owns what the tree points at: residents in `pool` and segments in `store`.
+
+    `lane_cells()` tells how many cells running requests hold that the tree does not know of; `keep_saved`
+    is False where nothing is to be saved (payload "resident-kv").
+    """
+
+    def __init__(
+        self, tree: RadixTree, pool: Pool, store: RamStore, *, lane_cells: Callable[[], int], keep_saved: bool, emit: Emit
+    ) -> None:
+        self.tree = tree
+        self.pool = pool
+        self.store = store
+        self.keep_saved = keep_saved
+        self.evictions: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self._lane_cells = lane_cells
+        self._emit = emit
+
+    @property
+    def cells_in_use(self) -> int:
+        """Cells of the pool that hold something: of residents (shared ones once), of lanes, and lost ones."""
+        return self.tree.cells + self._lane_cells() + self.pool.lost_cells
+
+    def make_cells(self, needed: int) -> None:
+        """Let unlocked residents leave until `needed` more cells are free.  ContextFull if that is not enough."""
+        while self.cells_in_use + needed > self.pool.n_cells:
+            if not self.evict_resident("cells"):
+                raise ContextFull(
+                    f"{needed} cells are needed, {self.pool.n_cells - self.cells_in_use} of {self.pool.n_cells} are "
+                    f"free, and everything else is in use"
+                )
+
+    def evict_resident(self, reason: str) -> bool:
+        """Let the least recent unlocked resident leave the pool, into RAM where it fits; False if there is none."""
+        node = self.tree.victim("resident")
+        if node is None:
+            return False
+        seq = self.tree.get(node, "resident")
+        self.save_path(node, seq)
+        self.drop_resident(node)
+        self.evictions[f"resident:{reason}"] += 1
+        self._emit("evict", tier="resident", reason=reason, tokens=node.length)
+        return True
+
+    def drop_resident(self, node: Node) -> None:
+        """Free the cells of a resident, then its entry.  If they cannot be freed, its id is set aside."""
+        seq = self.tree.get(node, "resident")
+        try:
+            self.pool.give_back(seq)
+        except NativeError:  # the pool has set it aside and counts its cells as lost
+            self.failures["drop"] += 1
+        self.tree.take(node, "resident")
+
+    def save_path(self, node: Node, seq: int) -> None:
+        """Save into RAM what of the path of `node` no segment holds yet, from sequence `seq`, which holds it.
+
+        A tail that is at least as long as the segment before it on an unbranched path is saved together with
+        it, so that a path of n tokens is a chain of O(log n) segments.  Failures are counted, never raised.
+        """
+        if not self.keep_saved:
+            return
+        for start, end in self._unsaved(node):
+            target = node if end == node.length else self.tree.insert(node.namespace, self.tree.tokens(node)[:end])
+            self._save_range(target, seq, start, end)
+
+    def _unsaved(self, node: Node) -> list[tuple[int, int]]:
+        gaps, position = [], 0
+        for span in self.tree.segments(node):
+            if span.start > position:
+                gaps.append((position, span.start))
+            position = max(position, span.end)
+        if position < node.length:
+            gaps.append((position, node.length))
+        return gaps
+
+    def _save_range(self, node: Node, seq: int, start: int, end: int) -> None:
+        joined = self._joinable(node, start, end)
+        begin = joined[0].start if joined else start
+        lock = self.tree.lock(node)  # making room in RAM must not drop the head of the very path that is saved
+        try:
+            segment = self._save(seq, begin, end)
+            if segment is None and joined:
+                segment = self._save(seq, start, end)
+        finally:
+            self.tree.unlock(lock)
+        if segment is None:
+            self.tree.discard(node)
+            return
+        for span in reversed(joined):
+            if segment.start > span.start:
+                break
+            try:
+                old = self.tree.take(span.node, "segment")
+            except Locked:  # another request is restoring it: both stay, and the new one begins after it
+                break
+            self.store.drop(old)
+            start = span.start
+        self.tree.put(node, "segment", segment, bytes=segment.nbytes, start=start)
+        self._emit("save", tier="ram", tokens=end - segment.start, bytes=segment.nbytes)
+
+    def _joinable(self, node: Node, start: int, end: int) -> list[Span]:
+        """The segments right before [start, end), in order, that are better saved again together with it."""
+        joined: list[Span] = []
+        for span in reversed(self.tree.segments(node)):
+            if span.start >= start:
+                continue
+            if span.end != start or span.end - span.start > end - start or self._branches(span):
+                break
+            joined.insert(0, span)
+            start = span.start
+        return joined
+
+    def _branches(self, span: Span) -> bool:
+        """Whether another path leaves `span`, or goes on from its end beside the one that is saved."""
+        at: Node | None = span.node
+        while at is not None and at.length > span.start:
+            if self.tree.children(at) > 1:
+                return True
+            at = self.tree.parent(at)
+        return False
+
+    def _save(self, seq: int, start: int, end: int) -> Segment | None:
+        try:
+            segment = self.store.save(self.pool, seq, start, end, self._make_block)
+        except NativeError as error:
+            self.failures["save"] += 1
+            log.warning("saving [%d, %d) of sequence %d failed: %s", start, end, seq, error)
+            return None
+        if segment is None:
+            self.evictions["segment:refused"] += 1
+        return segment
+
+    def _make_block(self, size: int) -> Block | None:
+        """A block of `size` bytes, for which the least recent segments leave; None if that is not enough."""
+        while True:
+            block = self.store.arena.allocate(size)
+            if block is not None:
+                return block
+            node = self.tree.victim("segment")
+            if node is None:
+                return None
+            self.drop_segment(node, "bytes")
+
+    def drop_segment(self, node: Node, reason: str) -> None:
+        """Free the memory of a segment, then its entry."""
+        segment = self.tree.get(node, "segment")
+        length = segment.end - segment.start
+        self.tree.take(node, "segment")
+        self.store.drop(segment)
+        self.evictions[f"segment:{reason}"] += 1
+        self._emit("evict", tier="ram", reason=reason, tokens=length)
