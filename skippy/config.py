@@ -110,21 +110,25 @@ class CacheConfig(Settings, BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, env_ignore_empty=True)
 
-    mode: Mode = Field("lookup-record", description="what the cache does; 'disabled' is the kill switch")
-    payload: Payload = Field("auto", description="what is kept for a path; 'auto' decides from the loaded model")
-    max_entries: Annotated[Count, AfterValidator(_clamp_entries)] = Field(64, description="entries, clamped to 1..512")
-    max_bytes: Size = Field(0, description="cap of saved-state bytes per context; 0: `ram` alone decides")
-    min_tokens: Count = Field(64, description="shorter prefixes are neither stored nor restored")
-    shared_prefix_stride_tokens: Count = Field(128, description="the grid of candidate lengths")
-    shared_prefix_record_limit: Count = Field(2, description="how many candidate lengths are recorded; 0: all")
+    mode: Mode = Field(default="lookup-record", description="what the cache does; 'disabled' is the kill switch")
+    payload: Payload = Field(
+        default="auto", description="what is kept for a path; 'auto' decides from the loaded model"
+    )
+    max_entries: Annotated[Count, AfterValidator(_clamp_entries)] = Field(
+        default=64, description="entries, clamped to 1..512"
+    )
+    max_bytes: Size = Field(default=0, description="cap of saved-state bytes per context; 0: `ram` alone decides")
+    min_tokens: Count = Field(default=64, description="shorter prefixes are neither stored nor restored")
+    shared_prefix_stride_tokens: Count = Field(default=128, description="the grid of candidate lengths")
+    shared_prefix_record_limit: Count = Field(default=2, description="how many candidate lengths are recorded; 0: all")
     max_resident_tokens: Annotated[Count | None, BeforeValidator(_none_text)] = Field(
-        None, description="cells that residents may keep; None: derived from the context size; 0: no cap"
+        default=None, description="cells that residents may keep; None: derived from the context size; 0: no cap"
     )
     ram: Annotated[int | Literal["auto"], BeforeValidator(_ram)] = Field(
-        "auto", description="bytes for saved state; 'auto': a tenth of the available memory, at most 2 GiB"
+        default="auto", description="bytes for saved state; 'auto': a tenth of the available memory, at most 2 GiB"
     )
-    disk: Annotated[Path | None, BeforeValidator(_folder)] = Field(None, description="folder of the disk tier")
-    disk_bytes: Size = Field(8 * 2**30, description="cap of the bytes in that folder")
+    disk: Annotated[Path | None, BeforeValidator(_folder)] = Field(default=None, description="folder of the disk tier")
+    disk_bytes: Size = Field(default=8 * 2**30, description="cap of the bytes in that folder")
 
     def __init__(self, **values: Unpack[CacheArguments]) -> None:
         _check_environment(type(self))
@@ -280,7 +284,7 @@ class StageConfig(Settings):
     stage_id: str = ""
     stage_index: Count = 0
     layer_start: Count = 0
-    layer_end: Count | None = Field(None, description="one past the last layer; None: all of them")
+    layer_end: Count | None = Field(default=None, description="one past the last layer; None: all of them")
     model_id: Text
     model_path: Annotated[Text | None, BeforeValidator(_path_text)] = None
     package_ref: str | None = None
@@ -290,23 +294,25 @@ class StageConfig(Settings):
     lane_count: Annotated[Count, Field(lt=SEQUENCE_IDS // 2)] = 4
     n_batch: Annotated[Whole, Field(ge=1)] = 512
     n_ubatch: Annotated[Whole, Field(ge=1)] = 512
-    n_gpu_layers: Annotated[Whole, Field(ge=-1)] = Field(0, description="-1: all of them")
+    n_gpu_layers: Annotated[Whole, Field(ge=-1)] = Field(default=0, description="-1: all of them")
     cache_type_k: Kv = "f16"
     cache_type_v: Kv = "f16"
     flash_attn_type: Annotated[Literal["auto", "on", "off"], BeforeValidator(_flash_attention)] = Field(
-        "auto", description="what was decided, where it is known: 'auto' shares with neither 'on' nor 'off'"
+        default="auto", description="what was decided, where it is known: 'auto' shares with neither 'on' nor 'off'"
     )
     kv_unified: bool = True
     swa_full: bool | None = None
     selected_device: str | None = None
     rope: RopeConfig = RopeConfig()
-    adapters: tuple[Adapter, ...] = Field((), description="in the order in which they are applied")
-    control_vector: Text | None = Field(None, description="digest of the active control vector: data, layers, strength")
+    adapters: tuple[Adapter, ...] = Field(default=(), description="in the order in which they are applied")
+    control_vector: Text | None = Field(
+        default=None, description="digest of the active control vector: data, layers, strength"
+    )
     attn_rot_disabled: bool = Field(
         default_factory=_rotation_disabled,
         description="whether llama.cpp does not rotate a quantised KV; by default what LLAMA_ATTN_ROT_DISABLE says now",
     )
-    llama_build: Text | None = Field(None, description="which llama.cpp wrote the state: version, commit")
+    llama_build: Text | None = Field(default=None, description="which llama.cpp wrote the state: version, commit")
     kv_cache: CacheConfig = Field(default_factory=CacheConfig)
 
     @model_validator(mode="after")

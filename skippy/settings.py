@@ -45,7 +45,8 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> No
     names = list(known)
     for name in given:
         if name not in names:
-            nearest = get_close_matches(name.casefold(), names, n=1, cutoff=0.0)[0]
+            folded = {each.casefold(): each for each in names}
+            nearest = folded[get_close_matches(name.casefold(), folded, n=1, cutoff=0.0)[0]]
             raise ConfigError(f"{owner}: unknown key {name!r}, did you mean {nearest!r}? Known: {', '.join(names)}")
 
 
