@@ -9,7 +9,7 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, memmove, memset
 
 from skippy._radix_table cimport Slot, Table, find_child, remove_child, set_child
-from skippy._radix_tokens cimport Source, agree
+from skippy._radix_tokens cimport Source, agree, fill
 
 cdef enum:
     NONE = -1
@@ -223,6 +223,15 @@ cdef inline int32_t new_buffer(Core* core, int64_t size) noexcept nogil:
     return b
 
 
+cdef inline void free_buffer(Core* core, int32_t b) noexcept nogil:
+    core.buffer_tokens -= core.buffers[b].size
+    free(core.buffers[b].data)
+    core.buffers[b].data = NULL
+    core.buffers[b].size = 0
+    core.buffers[b].origin = core.buffer_free
+    core.buffer_free = b
+
+
 cdef inline void drop_edge(Core* core, const Radix* node) noexcept nogil:
     """The node's edge leaves its buffer.  Edges follow one another down a path, so what leaves is at an end."""
     cdef Buffer* buffer = &core.buffers[node.buffer]
@@ -230,12 +239,7 @@ cdef inline void drop_edge(Core* core, const Radix* node) noexcept nogil:
     cdef void* room
     buffer.edges -= 1
     if buffer.edges == 0:
-        core.buffer_tokens -= buffer.size
-        free(buffer.data)
-        buffer.data = NULL
-        buffer.size = 0
-        buffer.origin = core.buffer_free
-        core.buffer_free = node.buffer
+        free_buffer(core, node.buffer)
         return
     if node.offset == buffer.low:
         buffer.low += node.end - node.begin

@@ -172,6 +172,7 @@ cdef inline bint is_mergeable(const Core* core, const Radix* node) noexcept nogi
 cdef inline bint tidy_node(Core* core, int32_t x) noexcept nogil:
     """Remove a bare leaf, merge a bare node into its only child.  True if a leaf went, so that its parent is next."""
     cdef Radix* node = &core.nodes[x]
+    node.flags &= ~UNMERGED
     if node.children == 0 and is_bare(core, node):
         remove_leaf(core, x)
         return True
