@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,12 @@ from skippy.errors import Locked, NativeError, StateError
 from skippy.history import PartingHistory
 from skippy.plan import Part, Plan, make_plan
 from skippy.pool import Pool
-from skippy.report import TIERS
+from skippy.report import TIERS, Explanation
 from skippy.segments import RamStore
 from skippy.space import Space
 from skippy.speeds import Speeds
 
-__all__ = ["Cache", "Lease"]
+__all__ = ["Cache", "Lease", "Observer"]
 
 log = logging.getLogger("skippy")
 
@@ -48,6 +48,16 @@ class Lease:
     diverged_at: int | None = None
     restore_ms: float = 0.0
     lock: Lock | None = None
+
+
+class Observer(Protocol):
+    """Somebody who looks on, for tests and for the demonstration; called with the context's lock held."""
+
+    def restored(self, lease: Lease, tokens: Tokens) -> None:
+        """The prompt `tokens` was looked up, and the lane holds its first `lease.length`."""
+
+    def evaluated(self, lease: Lease, tokens: Tokens) -> None:
+        """A request ended, and the lane holds `tokens`; it is recorded and emptied next."""
 
 
 class Cache:
@@ -84,6 +94,7 @@ class Cache:
         self.history = PartingHistory()
         self.tokens: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+        self.observer: Observer | None = None
         self._leases: set[Lease] = set()
         self._on_event = on_event
 
@@ -110,14 +121,15 @@ class Cache:
         lease = Lease(lane, namespace)
         self._leases.add(lease)
         try:
-            if self.off or not reuse or self.config.mode == "record":
-                lease.reason = "no_checkpoint" if self.unable else "disabled"
-                if self.config.mode == "disabled":
-                    lease.reason = "disabled"
+            off = self._off_reason() or (None if reuse else "disabled")
+            if off is not None:
+                lease.reason = off
             else:
                 began = time.perf_counter()
                 self._restore(lease, tokens)
                 lease.restore_ms = 1e3 * (time.perf_counter() - began)
+            if self.observer is not None:
+                self.observer.restored(lease, tokens)
             self.reserve(len(tokens) - lease.length + room)
         except BaseException:
             self.end(lease)
@@ -223,6 +235,8 @@ class Cache:
         for native failures: they are counted, and nothing of them is in the tree.
         """
         n = len(tokens)
+        if self.observer is not None:
+            self.observer.evaluated(lease, tokens)
         if self.off or self.config.mode == "lookup" or n < max(1, self.config.min_tokens):
             return False
         if n != lease.length:
@@ -330,6 +344,31 @@ class Cache:
                 self.space.drop_segment(node, "cleared")
         except Locked:
             log.info("a %s of %d tokens stays: a request is using it", kind, node.length)
+
+    def explain(self, namespace: str, tokens: Tokens, show: Callable[[Tokens], str], around: int = 8) -> Explanation:
+        """Where the prompt `tokens` would leave what is stored; `show` turns tokens into text.  Changes nothing."""
+        match = self.tree.match(namespace, tokens)
+        plan = make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds)
+        at = match.matched
+        stored = self.tree.following(namespace, tokens, around) if 0 < at < len(tokens) else tokens[:0]
+        parted = len(stored) > 0
+        before = tokens[max(0, at - around) : at]
+        volatile = self.history.volatile_index(namespace, at)
+        return Explanation(
+            prompt_tokens=len(tokens),
+            matched_tokens=at,
+            cached_tokens=0 if self.off else plan.length,
+            reason=self._off_reason() or ("partial" if plan.reason == "hit" and parted else plan.reason),
+            diverged_at=at if parted else None,
+            stored_text=show(np.concatenate([before, stored])) if parted else None,
+            prompt_text=show(np.concatenate([before, tokens[at : at + around]])) if parted else None,
+            hint=None if volatile is None else "volatile_prefix",
+        )
+
+    def _off_reason(self) -> str | None:
+        if self.config.mode in ("disabled", "record"):
+            return "disabled"
+        return "no_checkpoint" if self.unable else None
 
     def stats(self) -> dict[str, Any]:
         """Counters in tokens, cells, bytes and seconds; see docs/stats.md for each."""

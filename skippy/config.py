@@ -319,7 +319,8 @@ class StageConfig(Settings):
     def _sizes_fit(self) -> Self:
         if self.layer_end is not None and self.layer_end < self.layer_start:
             raise ConfigError(f"layer_end={self.layer_end}: expected at least layer_start, {self.layer_start}")
-        _check_min_tokens(self.kv_cache.min_tokens, self.ctx_size)
+        if self.kv_cache.mode != "disabled":
+            _check_min_tokens(self.kv_cache.min_tokens, self.ctx_size)
         return self
 
 
@@ -348,7 +349,8 @@ class ResidentCacheConfig:
         >>> ResidentCacheConfig.from_stage(stage, CacheConfig()).max_resident_tokens
         8192
         """
-        _check_min_tokens(cache.min_tokens, stage.ctx_size)
+        if cache.mode != "disabled":
+            _check_min_tokens(cache.min_tokens, stage.ctx_size)
         reserved = max(2, 2 * stage.lane_count)
         resident = cache.max_resident_tokens
         return cls(

@@ -53,8 +53,8 @@ class PromptTooLong(SkippyError, ValueError):
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(
-            f"the prompt has {needed} tokens, and one more is needed to answer, but the context holds {available}: "
-            f"shorten the prompt or load the model with n_ctx of at least {needed + 1}"
+            f"the prompt has {needed} tokens, but the context holds {available}: "
+            f"shorten the prompt or load the model with n_ctx of at least {needed}"
         )
         self.needed = needed
         self.available = available

@@ -19,7 +19,9 @@ from skippy.logs import route_llama_log
 
 __all__ = ["FLASH_ATTENTION", "KV_TYPES", "AdapterFile", "Model"]
 
-KV_TYPES = {
+_GGML_TYPE_BF16 = 30  # llama-cpp-python has no name for it
+
+KV_TYPES = {"bf16": _GGML_TYPE_BF16} | {
     name.removeprefix("GGML_TYPE_").lower(): getattr(lib, name)
     for name in (
         "GGML_TYPE_F32", "GGML_TYPE_F16", "GGML_TYPE_Q8_0", "GGML_TYPE_Q4_0", "GGML_TYPE_Q4_1",

@@ -1,0 +1,166 @@
+"""The checks of the demonstration: restored rows against evaluated rows, and answers against plain cold runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from skippy.cache import Lease
+from skippy.layout import read_rows
+from skippy.model import Model
+from skippy.pool import NativeContext
+from skippy.sampling import Sampler
+
+__all__ = ["ColdAnswer", "ColdRuns", "Parting", "Witness", "prefix_digests"]
+
+Tokens = npt.NDArray[np.int32]
+
+
+def prefix_digests(tokens: Tokens) -> list[bytes]:
+    """A digest of each prefix of `tokens`, from length 1 to n.  O(n)."""
+    state = xxhash.xxh3_128()
+    digests = []
+    for token in tokens:
+        state.update(int(token).to_bytes(4, "little"))
+        digests.append(state.digest())
+    return digests
+
+
+class Witness:
+    """Watches a cache: remembers the memory of every token when it is evaluated, and compares what is restored.
+
+    The memory of a token is its K and V rows in all layers, read from llama.cpp's saved state.  A restored token
+    passes if, for the very path that leads to it, exactly those rows were evaluated before.
+    """
+
+    def __init__(self, context: NativeContext) -> None:
+        self.known: set[bytes] = set()
+        self.checked = 0
+        self.wrong = 0
+        self.should_be_restored = 0
+        self.seconds = 0.0
+        self._context = context
+        self._rows: dict[bytes, set[bytes]] = {}
+
+    def _lane_rows(self, lease: Lease) -> list[bytes]:
+        if lease.length == 0:
+            return []
+        state = bytearray(self._context.state_size(lease.lane))
+        self._context.save(lease.lane, state)
+        return [xxhash.xxh3_128_digest(row) for row in read_rows(state)]
+
+    def restored(self, lease: Lease, tokens: Tokens) -> None:
+        """Called by the cache when a prompt has been looked up and its lane holds what was restored."""
+        began = time.perf_counter()
+        paths = prefix_digests(tokens)
+        known = next((i for i, path in enumerate(paths) if path not in self.known), len(paths))
+        self.should_be_restored = min(known, len(tokens) - 1)
+        rows = self._lane_rows(lease)
+        self.checked = len(rows)
+        self.wrong = sum(row not in self._rows.get(path, ()) for path, row in zip(paths, rows, strict=False))
+        self.seconds = time.perf_counter() - began
+
+    def evaluated(self, lease: Lease, tokens: Tokens) -> None:
+        """Called by the cache when a request has ended, before its lane is recorded and emptied."""
+        for path, row in zip(prefix_digests(tokens), self._lane_rows(lease), strict=True):
+            self._rows.setdefault(path, set()).add(row)
+            self.known.add(path)
+
+
+@dataclass(frozen=True)
+class ColdAnswer:
+    """A plain cold run in a context of its own."""
+
+    tokens: list[int]
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where an answer leaves the cold one: at `index` the cold run prefers its token by `gap`, with `noise` beside it.
+
+    Both in logits; `noise` is the largest difference between two cold runs of the same tokens, cut differently.
+    """
+
+    index: int
+    gap: float
+    noise: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether the two tokens are closer than rounding moves them."""
+        return self.gap <= self.noise
+
+
+class ColdRuns:
+    """Evaluates prompts from zero, each in a fresh context that nothing else has used."""
+
+    def __init__(self, model: Model, *, n_ctx: int, n_batch: int, n_threads: int, flash_attn: str) -> None:
+        self._model = model
+        self._settings = {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch, "n_threads": n_threads}
+        self._flash_attn = flash_attn
+        self._n_batch = n_batch
+
+    def answer(self, prompt: Tokens, max_tokens: int) -> ColdAnswer:
+        """The greedy answer.  The first batch of a context pays for its buffers, so a short one goes before the clock."""
+        context = self._model.new_context(flash_attn=self._flash_attn, **self._settings)  # type: ignore[arg-type]
+        sampler = Sampler(self._model)
+        try:
+            sequences = context.sequences
+            sequences.decode(0, 0, prompt[:1])
+            sequences.seq_rm(0)
+            began = time.perf_counter()
+            for start in range(0, len(prompt), self._n_batch):
+                part = prompt[start : start + self._n_batch]
+                sequences.decode(0, start, part, "last" if start + len(part) == len(prompt) else "none")
+            tokens = [sampler.sample(context)]
+            ttft = 1e3 * (time.perf_counter() - began)
+            while not self._model.is_end(tokens[-1]) and len(tokens) < max_tokens:
+                sequences.decode(0, len(prompt) + len(tokens) - 1, np.array(tokens[-1:], np.int32))
+                tokens.append(sampler.sample(context))
+        finally:
+            sampler.close()
+            context.close()
+        if self._model.is_end(tokens[-1]):
+            tokens.pop()
+        return ColdAnswer(tokens, ttft)
+
+    def logits(self, tokens: Tokens, cuts: list[int]) -> npt.NDArray[np.float32]:
+        """Logits after the last of `tokens`, evaluated cold in pieces that end at `cuts` and at the end."""
+        context = self._model.new_context(flash_attn=self._flash_attn, **self._settings)  # type: ignore[arg-type]
+        try:
+            for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+                for at in range(start, end, self._n_batch):
+                    context.sequences.decode(0, at, tokens[at : min(at + self._n_batch, end)])
+            return context.logits()
+        finally:
+            context.close()
+
+    def parting(self, prompt: Tokens, cold: list[int], warm: list[int]) -> Parting | None:
+        """None where the answers are equal, else where they part and by how much cold prefers its own token.
+
+        The end token of the shorter answer is not known here, so where one answer is the head of the other, the
+        model's end-of-sequence or end-of-turn token with the highest logit stands for it.
+        """
+        if cold == warm:
+            return None
+        index = next((i for i, (a, b) in enumerate(zip(cold, warm, strict=False)) if a != b), min(len(cold), len(warm)))
+        path = np.concatenate([prompt, np.array(cold[:index], np.int32)]).astype(np.int32)
+        single = list(range(len(prompt), len(path)))
+        runs = [self.logits(path, single)]
+        for cuts in ([len(prompt) // 2, len(prompt) - 1], [len(prompt) * 2 // 3]):
+            runs.append(self.logits(path, cuts))
+        noise = max(float(np.abs(runs[0] - other).max()) for other in runs[1:])
+        top = self._choice(cold, index, runs[0])
+        other = self._choice(warm, index, runs[0])
+        return Parting(index, float(runs[0][top] - runs[0][other]), noise)
+
+    def _choice(self, answer: list[int], index: int, logits: npt.NDArray[np.float32]) -> int:
+        if index < len(answer):
+            return answer[index]
+        ends = [token for token in range(self._model.n_vocab) if self._model.is_end(token)]
+        return max(ends, key=lambda token: float(logits[token]))

@@ -1,0 +1,199 @@
+"""One request from prompt to answer: restore, evaluate the rest, decode, record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import ContextManager, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from skippy.cache import Cache, Lease
+from skippy.errors import ContextFull, NativeError
+from skippy.model import Model, ModelContext
+from skippy.report import ReuseReport
+from skippy.sampling import Sampler
+from skippy.text import TextStream
+
+__all__ = ["Chunk", "Completion", "Request"]
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer: its text, its tokens as generated (without the end token), why it ended, and what was reused.
+
+    `finish_reason` is "stop" (end token or stop text) or "length" (max_tokens, or the context is full).
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    reuse: ReuseReport
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer while it is made.  The last one has a `finish_reason` and the `reuse` report."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str | None = None
+    reuse: ReuseReport | None = None
+
+
+class Request:
+    """The state of one request.  `run()` yields chunks; what was evaluated is recorded however it ends.
+
+    `prompt` is int32 [n], n >= 1.  `step` is held around every use of the context, never while a chunk is
+    handed out.  `begin` takes the lane, waiting for one if it must.
+    """
+
+    def __init__(
+        self,
+        prompt: Tokens,
+        *,
+        cache: Cache,
+        context: ModelContext,
+        model: Model,
+        sampler: Sampler,
+        stops: tuple[str, ...],
+        max_tokens: int | None,
+        record: bool,
+        step: Callable[[], ContextManager[object]],
+        begin: Callable[[], Lease],
+        end: Callable[[Lease], None],
+    ) -> None:
+        self.generated: list[int] = []
+        self.report = ReuseReport(prompt_tokens=len(prompt))
+        self.finish_reason: str | None = None
+        self._prompt = prompt
+        self._cache = cache
+        self._context = context
+        self._model = model
+        self._sampler = sampler
+        self._max_tokens = max_tokens
+        self._keep = record
+        self._step = step
+        self._begin = begin
+        self._end = end
+        self._text = TextStream(stops)
+        self._unsent = ""
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's tokens."""
+        return [int(token) for token in self._prompt]
+
+    @property
+    def text(self) -> str:
+        """The answer so far, as far as it is final."""
+        return self._text.text
+
+    def run(self) -> Generator[Chunk, None, None]:
+        """Serve the request.  Closing the generator early keeps what was evaluated."""
+        started = time.perf_counter()
+        lease: Lease | None = None
+        tokens: list[int] = []
+        try:
+            lease = self._begin()
+            self._note(lease)
+            token = self._prefill(lease)
+            self.report.ttft_ms = 1e3 * (time.perf_counter() - started)
+            while token is not None:
+                text = self._accept(token, tokens)
+                token = self._advance(lease, token) if self.finish_reason is None else None
+                if text and token is not None:
+                    yield Chunk(text, tokens)
+                    tokens = []
+                elif text:
+                    self._unsent += text
+            yield Chunk(self._unsent + self._text.finish(), tokens, self.finish_reason, self.report)
+        finally:
+            self._sampler.close()
+            if lease is not None:
+                with self._step():
+                    self._record(lease)
+                    self._end(lease)
+
+    def complete(self) -> Completion:
+        """Serve the request to its end."""
+        for _ in self.run():
+            pass
+        return Completion(self.text, self.generated, self.finish_reason or "stop", self.report)
+
+    def _note(self, lease: Lease) -> None:
+        report = self.report
+        report.cached_tokens = lease.restored
+        report.evaluated_tokens = len(self._prompt) - lease.restored
+        report.by_tier = dict(lease.by_tier)
+        report.restore_ms = lease.restore_ms
+        report.reason = lease.reason
+        report.diverged_at = lease.diverged_at
+
+    def _prefill(self, lease: Lease) -> int | None:
+        """Evaluate what of the prompt was not restored; the first token of the answer, None if none is wanted."""
+        began = time.perf_counter()
+        n = len(self._prompt)
+        chunk = self._context.sequences.n_batch
+        token: int | None = None
+        for start in range(lease.length, n, chunk):
+            end = min(start + chunk, n)
+            with self._step():
+                self._evaluate(lease, self._prompt[start:end], "last" if end == n else "none")
+                if end == n and self._max_tokens != 0:
+                    token = self._sampler.sample(self._context)
+        if token is None:
+            self.finish_reason = "length"
+        seconds = time.perf_counter() - began
+        self.report.prefill_ms = 1e3 * seconds
+        self._cache.speeds.prefilled(self.report.evaluated_tokens, seconds)
+        return token
+
+    def _accept(self, token: int, tokens: list[int]) -> str:
+        """Take a token into the answer; the text that became final."""
+        if self._model.is_end(token):
+            self.finish_reason = "stop"
+            return ""
+        self.generated.append(token)
+        tokens.append(token)
+        text = self._text.feed(self._model.piece(token))
+        if self._text.stopped:
+            self.finish_reason = "stop"
+        elif self._max_tokens is not None and len(self.generated) >= self._max_tokens:
+            self.finish_reason = "length"
+        return text
+
+    def _advance(self, lease: Lease, token: int) -> int | None:
+        """Evaluate `token` and choose the next; None where the context is full."""
+        with self._step():
+            try:
+                self._evaluate(lease, np.array([token], np.int32), "last")
+            except ContextFull:
+                self.finish_reason = "length"
+                self.report.reason = "context_full"
+                return None
+            return self._sampler.sample(self._context)
+
+    def _evaluate(self, lease: Lease, tokens: Tokens, outputs: Literal["none", "last"]) -> None:
+        """Decode `tokens` at the end of the lane.  Room is made before; if llama.cpp finds none all the same, again."""
+        self._cache.reserve(len(tokens))
+        try:
+            while (code := self._context.sequences.decode(lease.lane, lease.length, tokens, outputs)) == 1:
+                if not self._cache.space.evict_resident("decode"):
+                    raise ContextFull(f"llama.cpp found no room for {len(tokens)} tokens, and nothing can leave")
+            if code != 0:
+                raise NativeError(f"evaluating {len(tokens)} tokens at {lease.length} failed with {code}", code)
+        except BaseException:
+            self._cache.pool.trim(lease.lane, lease.length)  # what went in before the failure goes out again
+            raise
+        lease.length += len(tokens)
+
+    def _record(self, lease: Lease) -> None:
+        if not self._keep:
+            return
+        path = np.concatenate([self._prompt, np.array(self.generated, np.int32)])[: lease.length]
+        self._cache.record(lease, path)

@@ -1,0 +1,347 @@
+"""A model with its cache: what people start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from skippy._binding import BUILD, VERSION
+from skippy.cache import Cache, Lease
+from skippy.config import CacheConfig, ResidentCacheConfig, StageConfig
+from skippy.config import Adapter as AdapterIdentity
+from skippy.errors import LanesBusy, PromptTooLong
+from skippy.identity import KvIdentity, MessageBase
+from skippy.model import AdapterFile, Model
+from skippy.pool import Pool
+from skippy.probe import Capability, probe
+from skippy.report import Explanation
+from skippy.request import Chunk, Completion, Request
+from skippy.sampling import Sampler
+from skippy.session import Session
+from skippy.template import ChatTemplate, Message
+from skippy.text import as_stops
+
+__all__ = ["Runtime"]
+
+log = logging.getLogger("skippy")
+
+Prompt = str | Sequence[int]
+Tokens = npt.NDArray[np.int32]
+Adapters = Sequence[str | os.PathLike[str] | tuple[str | os.PathLike[str], float]]
+
+# Cells that are made free for an answer before it begins; more are made free while it grows.
+_ROOM_AHEAD = 256
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Runtime:
+    """Loads a GGUF model and answers prompts, evaluating of each only what was never evaluated before.
+
+    `n_ctx` is the size of the pool in cells, shared by running requests and cached prefixes; `lanes` how many
+    requests can be open at once; `lora` paths, or pairs of path and scale.  `flash_attn` "auto" is on where the
+    model and the backend allow it; `stats()` says what was decided.  `on_event(name, details)` is called for
+    "lookup", "restore", "save" and "evict".  Use it as a context manager, or call `close()`.
+
+    ModelError for a model that cannot be loaded, ConfigError for settings that are not allowed.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        n_ctx: int = 8192,
+        lanes: int = 4,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        n_gpu_layers: int = 0,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: str = "auto",
+        swa_full: bool | None = None,
+        lora: Adapters = (),
+        cache: CacheConfig | None = None,
+        on_event: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> None:
+        config = CacheConfig() if cache is None else cache
+        if lanes < 1:
+            raise ValueError(f"lanes is {lanes}, expected at least 1")
+        adapters = tuple(AdapterFile.read(spec) for spec in lora)
+        self.n_threads = _usable_cpus() if n_threads is None else n_threads
+        self.model = Model(model_path, n_gpu_layers=n_gpu_layers)
+        try:
+            stage = StageConfig(
+                model_id=Path(model_path).name,
+                model_path=self.model.path,
+                ctx_size=n_ctx,
+                lane_count=lanes,
+                layer_end=self.model.n_layer,
+                n_batch=n_batch,
+                n_ubatch=n_ubatch,
+                n_gpu_layers=n_gpu_layers,
+                cache_type_k=type_k,
+                cache_type_v=type_v,
+                flash_attn_type=flash_attn,
+                swa_full=swa_full,
+                adapters=tuple(AdapterIdentity(digest=a.digest, scale=a.scale) for a in adapters),
+                llama_build=BUILD,
+                kv_cache=config,
+            )
+            caps = ResidentCacheConfig.from_stage(stage, config)
+            unable = None if self.model.family == "dense" else f"reuse for {self.model.family} models is not built yet"
+            residents = 0 if unable or config.mode == "disabled" or config.payload == "full-state" else caps.max_entries
+            self.context = self.model.new_context(
+                n_ctx=n_ctx,
+                n_batch=n_batch,
+                n_ubatch=n_ubatch,
+                n_seq_max=lanes + 1 + residents,
+                n_threads=self.n_threads,
+                type_k=type_k,
+                type_v=type_v,
+                flash_attn=flash_attn,
+                swa_full=swa_full,
+                adapters=adapters,
+            )
+        except BaseException:
+            self.model.close()
+            raise
+        self.capability = Capability(unable)
+        if config.mode != "disabled" and unable is None:
+            self.capability = probe(self.context.sequences, bos=self.model.bos, unified=True, second=lanes)
+            if self.capability.unable:
+                log.warning("prefix reuse is off: %s", self.capability.unable)
+        elif unable:
+            log.warning("prefix reuse is off: %s", unable)
+        if self.capability.flash_attn is not None:
+            stage = stage.model_copy(update={"flash_attn_type": "on" if self.capability.flash_attn else "off"})
+        self.stage = stage
+        self._identity = KvIdentity(stage, "dense")  # looks at the model file now: it may be replaced later
+        self.cache = Cache(
+            Pool(self.context.sequences, lanes=lanes, residents=residents),
+            config,
+            max_resident_tokens=caps.max_resident_tokens,
+            unable=self.capability.unable,
+            on_event=on_event,
+        )
+        self._template: ChatTemplate | None = None
+        self._namespaces: dict[str, str] = {}
+        self._lanes = lanes
+        self._owners: dict[int, int] = {}
+        self._lock = threading.Condition()
+        self._closed = False
+
+    # -- answering --------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompt: Prompt, *, stream: Literal[False] = False, **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[Chunk]: ...
+    def generate(
+        self, prompt: Prompt, *, stream: bool = False, **options: Any
+    ) -> Completion | Iterator[Chunk]:
+        """Go on from `prompt`: text, or token ids.  `options` are those of `request`.
+
+        With `stream` an iterator of chunks, which may be closed at any time; else a Completion.
+        """
+        request = self.request(prompt, **options)
+        return request.run() if stream else request.complete()
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = 128,
+        temperature: float = 0.0,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        grammar: Any = None,
+        namespace: str = "",
+        cache_prompt: bool = True,
+    ) -> Request:
+        """A request that has not begun: `run()` it for chunks, or `complete()` it.
+
+        `max_tokens` None: until the model ends or the context is full; 0: evaluate the prompt only.  `temperature`
+        0 is greedy.  `stop` texts are not part of the answer.  `grammar` is GBNF text or a LlamaGrammar.
+        `namespace` keeps tenants apart: nothing is shared across it.  `cache_prompt` False neither looks up nor
+        records.
+
+        ValueError for an empty prompt or arguments that make no sense, PromptTooLong for a prompt above the
+        context.  While it runs: ContextFull where other open streams hold the cells, NativeError where llama.cpp
+        fails, LanesBusy where the calling thread itself holds all lanes open.
+        """
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"max_tokens is {max_tokens}, expected 0 or more, or None for no limit")
+        stops = as_stops(stop)
+        tokens = self._as_tokens(prompt)
+        wanted = _ROOM_AHEAD if max_tokens is None else min(max_tokens, _ROOM_AHEAD)
+        room = min(wanted, self.context.sequences.n_ctx - len(tokens))
+        sampler = Sampler(
+            self.model, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, grammar=grammar
+        )
+        return Request(
+            tokens,
+            cache=self.cache,
+            context=self.context,
+            model=self.model,
+            sampler=sampler,
+            stops=stops,
+            max_tokens=max_tokens,
+            record=cache_prompt,
+            step=self._step,
+            begin=lambda: self._begin(namespace, tokens, cache_prompt, room),
+            end=self._end,
+        )
+
+    def chat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, **options: Any) -> Any:
+        """Answer a conversation (OpenAI messages) with the model's own template; `options` as in `generate`.
+
+        ModelError where the model has no template.
+        """
+        return self.generate(self.render(messages, tools=tools), **options)
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[int]:
+        """The prompt tokens that `chat` would answer."""
+        text = self.template.render(messages, tools)
+        return self.model.tokenize(text, add_bos=not self.template.begins_with_bos(text))
+
+    def session(self, system: str | None = None, *, namespace: str = "") -> Session:
+        """A conversation that keeps its tokens as they were generated.  Needs a chat template (ModelError)."""
+        return Session(self, self.template, system=system, namespace=namespace)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's chat template.  ModelError where it has none."""
+        if self._template is None:
+            self._template = ChatTemplate(self.model)
+        return self._template
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a prompt text, with what the model's settings put before it."""
+        return self.model.tokenize(text)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, control tokens left out."""
+        return self.model.detokenize(tokens)
+
+    # -- looking into the cache -------------------------------------------------------------------------
+
+    def explain(self, prompt: Prompt, *, namespace: str = "") -> Explanation:
+        """Where `prompt` leaves what is stored, as token index and as text, and how much of it would be reused now.
+
+        Changes nothing.  O(prompt).
+        """
+        tokens = self._as_tokens(prompt)
+        with self._step():
+            return self.cache.explain(self.namespace_hash(namespace), tokens, self._show)
+
+    def _show(self, tokens: Tokens) -> str:
+        return self.model.detokenize([int(token) for token in tokens], special=True)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and settings as plain data; docs/stats.md describes each."""
+        with self._step():
+            return {
+                "model": {
+                    "path": self.model.path,
+                    "description": self.model.description,
+                    "family": self.model.family,
+                    "flash_attn": self.capability.flash_attn,
+                    "bytes_per_token": self.capability.bytes_per_token,
+                },
+                "llama_cpp_python": VERSION,
+                "llama_cpp": BUILD,
+                **self.cache.stats(),
+            }
+
+    def check(self) -> None:
+        """Prove that the tree, the pool and the saved state agree; AssertionError with the reason where not."""
+        with self._step():
+            self.cache.check()
+
+    def clear(self, *, namespace: str | None = None) -> None:
+        """Drop what is cached, of one namespace or of all, but for what running requests use."""
+        with self._step():
+            self.cache.clear(None if namespace is None else self.namespace_hash(namespace))
+
+    def namespace_hash(self, namespace: str) -> str:
+        """The identity under which prompts of `namespace` are stored: model, build, settings, template, namespace."""
+        found = self._namespaces.get(namespace)
+        if found is None:
+            base = MessageBase(namespace=namespace or None)
+            found = self._namespaces[namespace] = self._identity.namespace(base)
+        return found
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    def _as_tokens(self, prompt: Prompt) -> Tokens:
+        if isinstance(prompt, str):
+            ids: Any = self.tokenize(prompt)
+        else:
+            ids = prompt
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise TypeError(f"prompt is {type(prompt).__name__}, expected text or a sequence of token ids")
+        if tokens.size == 0:
+            raise ValueError("the prompt has no tokens: expected at least one")
+        outside = np.flatnonzero((tokens < 0) | (tokens >= self.model.n_vocab))
+        if outside.size:
+            i = int(outside[0])
+            raise ValueError(f"token {tokens[i]} at index {i} is not in the vocabulary (0 to {self.model.n_vocab - 1})")
+        if tokens.size > self.context.sequences.n_ctx:
+            raise PromptTooLong(int(tokens.size), self.context.sequences.n_ctx)
+        if tokens.size > 1 and tokens[0] == tokens[1] == self.model.bos:
+            log.warning("the prompt begins with two BOS tokens; it shares nothing with the same prompt with one")
+        return np.ascontiguousarray(tokens, np.int32)
+
+    def _step(self) -> threading.Condition:
+        if self._closed:
+            raise ValueError("this Runtime is closed")
+        return self._lock
+
+    def _begin(self, namespace: str, tokens: Tokens, reuse: bool, room: int) -> Lease:
+        me = threading.get_ident()
+        with self._step():
+            while (
+                lease := self.cache.begin(self.namespace_hash(namespace), tokens, reuse=reuse, room=room)
+            ) is None:
+                if list(self._owners.values()).count(me) == len(self._owners):
+                    raise LanesBusy(f"all {self._lanes} lanes are held by streams that this thread keeps open")
+                self._lock.wait()
+            self._owners[lease.lane] = me
+            return lease
+
+    def _end(self, lease: Lease) -> None:
+        self.cache.end(lease)
+        self._owners.pop(lease.lane, None)
+        self._lock.notify()
+
+    def close(self) -> None:
+        """Free the context and the model.  Open streams cannot go on.  Closing twice does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.context.close()
+            self.model.close()
+            self._lock.notify_all()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,78 @@
+"""A conversation that keeps the tokens of its answers as they were generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from skippy.request import Chunk, Completion, Request
+from skippy.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from skippy.runtime import Runtime
+
+__all__ = ["Session"]
+
+
+class Session:
+    """A chat whose history is never tokenised again, so that no retokenised answer can break the prefix.
+
+    `messages` is the conversation as text, `tokens` what the model has seen and said, in order.
+    """
+
+    def __init__(
+        self, runtime: Runtime, template: ChatTemplate, *, system: str | None = None, namespace: str = ""
+    ) -> None:
+        self._runtime = runtime
+        self._template = template
+        self._namespace = namespace
+        self._closed = False
+        self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self.tokens: list[int] = []
+
+    def send(self, text: str, **options: Any) -> Any:
+        """Say `text` and get the answer; `options` as in `Runtime.generate`.
+
+        With stream=True the answer becomes part of the session when the stream ends or is closed.
+        """
+        stream = bool(options.pop("stream", False))
+        request = self._runtime.request(self.prompt_for(text), **{**options, "namespace": self._namespace})
+        chunks = self._follow(text, request)
+        if stream:
+            return chunks
+        for _ in chunks:
+            pass
+        return Completion(request.text, request.generated, request.finish_reason or "stop", request.report)
+
+    def prompt_for(self, text: str) -> list[int]:
+        """The tokens that `send(text)` would ask with; nothing is sent."""
+        if self._closed:
+            raise ValueError("this session is closed")
+        if self.tokens:
+            rest = self._template.continuation(self.messages, text)
+            return self.tokens + self._runtime.model.tokenize(rest, add_bos=False)
+        return self._runtime.render([*self.messages, {"role": "user", "content": text}])
+
+    def _follow(self, text: str, request: Request) -> Iterator[Chunk]:
+        begun = False
+        chunks = request.run()
+        try:
+            for chunk in chunks:
+                begun = True
+                yield chunk
+        finally:
+            chunks.close()
+            if begun:  # a request that failed before its first word leaves the session as it was
+                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": request.text}]
+                self.tokens = [*request.prompt, *request.generated]
+
+    def fork(self) -> Session:
+        """A second conversation that goes on from here.  What both have in common stays stored once."""
+        other = Session(self._runtime, self._template, namespace=self._namespace)
+        other.messages = [dict(message) for message in self.messages]
+        other.tokens = list(self.tokens)
+        return other
+
+    def close(self) -> None:
+        """End the conversation; what it left in the cache stays until it is evicted."""
+        self._closed = True
