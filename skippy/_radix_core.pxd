@@ -425,8 +425,7 @@ cdef inline bint merge_down(Core* core, int32_t u) noexcept nogil:
     replace(core, upper.parent, u, x)
     lower.parent = upper.parent
     lower.begin = upper.begin
-    if upper.used > lower.used:
-        lower.used = upper.used
+    lower.used = upper.used                    # siblings are compared by when their first token was made or touched
     core.node_count -= 1
     free_node(core, u)
     return True

@@ -15,40 +15,50 @@ cdef extern from *:
     #include "longintrepr.h"
     #endif
 
-    /* An exact int of at most one digit that is not negative (0 .. 2**30 - 1): its digit, and bits that are set in
-       `odd` where the object is anything else.  No branch, so that a block of them is converted at full width. */
+    /* Where the ints of CPython 3.10 to 3.14 keep what matters here: the word behind the type is 1 (until 3.11, ob_size)
+       or 8 (from 3.12, lv_tag) for a positive int of one digit, that is, 1 .. 2**30 - 1.  On others nothing is such an
+       int, and each is asked for its value. */
     #if PY_VERSION_HEX >= 0x030F0000
-    static inline int32_t skippy_digit(PyObject *item, uintptr_t *odd) {
-        *odd |= 1; (void)item; return 0;
-    }
+    #define SKIPPY_ONE_DIGIT 0
+    #define SKIPPY_DIGIT(item) 0
     #elif PY_VERSION_HEX >= 0x030C0000
-    static inline int32_t skippy_digit(PyObject *item, uintptr_t *odd) {
-        /* lv_tag: digits << 3 | sign; 1 is zero, 8 one positive digit. */
-        *odd |= ((uintptr_t)Py_TYPE(item) ^ (uintptr_t)&PyLong_Type)
-              | (((PyLongObject *)item)->long_value.lv_tag & ~(uintptr_t)9);
-        return (int32_t)((PyLongObject *)item)->long_value.ob_digit[0];
+    #define SKIPPY_ONE_DIGIT 8
+    #define SKIPPY_DIGIT(item) ((int32_t)((PyLongObject *)(item))->long_value.ob_digit[0])
+    #else
+    #define SKIPPY_ONE_DIGIT 1
+    #define SKIPPY_DIGIT(item) ((int32_t)((PyLongObject *)(item))->ob_digit[0])
+    #endif
+
+    /* Convert 16 items without a branch; whether all of them were such ints.  Type and word are
+       compared in one go: 16 bytes from ob_type on. */
+    #if SKIPPY_ONE_DIGIT && defined(__SSE2__) && !defined(Py_GIL_DISABLED)
+    #include <emmintrin.h>
+    static inline int skippy_block(PyObject **items, int32_t *out) {
+        const __m128i wanted = _mm_set_epi64x(SKIPPY_ONE_DIGIT, (long long)(intptr_t)&PyLong_Type);
+        __m128i same = _mm_set1_epi32(-1);
+        for (int k = 0; k < 16; k++) {
+            const __m128i head = _mm_loadu_si128((const __m128i *)(const void *)&items[k]->ob_type);
+            same = _mm_and_si128(same, _mm_cmpeq_epi32(head, wanted));
+            out[k] = SKIPPY_DIGIT(items[k]);
+        }
+        return _mm_movemask_epi8(same) == 0xFFFF;
     }
     #else
-    static inline int32_t skippy_digit(PyObject *item, uintptr_t *odd) {
-        uintptr_t size = (uintptr_t)((PyVarObject *)item)->ob_size;
-        *odd |= ((uintptr_t)Py_TYPE(item) ^ (uintptr_t)&PyLong_Type) | (size & ~(uintptr_t)1);
-        return (int32_t)(((PyLongObject *)item)->ob_digit[0] & (digit)(0 - size));
+    static inline int skippy_block(PyObject **items, int32_t *out) {
+        uintptr_t odd = !SKIPPY_ONE_DIGIT;
+        for (int k = 0; k < 16; k++) {
+            odd |= ((uintptr_t)Py_TYPE(items[k]) ^ (uintptr_t)&PyLong_Type)
+                 | ((uintptr_t)((PyVarObject *)items[k])->ob_size ^ SKIPPY_ONE_DIGIT);
+            out[k] = SKIPPY_DIGIT(items[k]);
+        }
+        return odd == 0;
     }
     #endif
 
-    /* How many of the first `n` items were converted before one that needs a closer look. */
+    /* Convert whole blocks of the first `n` items up to one that needs a closer look; how many items that were. */
     static inline Py_ssize_t skippy_small_ints(PyObject **items, int32_t *out, Py_ssize_t n) {
         Py_ssize_t done = 0;
-        uintptr_t odd = 0;
-        while (n - done >= 16) {
-            for (int k = 0; k < 16; k++) out[done + k] = skippy_digit(items[done + k], &odd);
-            if (odd) break;
-            done += 16;
-        }
-        for (odd = 0; done < n; done++) {
-            out[done] = skippy_digit(items[done], &odd);
-            if (odd) break;
-        }
+        while (n - done >= 16 && skippy_block(items + done, out + done)) done += 16;
         return done;
     }
 
@@ -66,7 +76,7 @@ cdef extern from *:
 
 cdef enum:
     BLOCK = 256   # tokens in one call of memcmp: long enough that the call is free, short enough to find the end
-    FINE = 16     # tokens per call once a block differs
+    FINE = 16     # tokens that are converted, or compared once a block differs, in one go
 
 cdef struct Source:
     const int32_t* data    # the tokens, `ready` of them
@@ -79,19 +89,21 @@ cdef struct Source:
 
 cdef inline void fill(Source* source, Py_ssize_t want) noexcept:
     """Convert the list's items until `want` tokens are ready, or all that can be."""
+    cdef Py_ssize_t stop
     cdef int32_t value
     if want > source.end:
         want = source.end
     while source.ready < want:
         source.ready += skippy_small_ints(
             source.items + source.ready, source.scratch + source.ready, want - source.ready)
-        if source.ready < want:
+        stop = source.ready + FINE if want - source.ready > FINE else want
+        while source.ready < stop:
             value = skippy_exact_int(source.items[source.ready])
             if value < 0:
-                source.end = want = source.ready
-            else:
-                source.scratch[source.ready] = value
-                source.ready += 1
+                source.end = source.ready
+                return
+            source.scratch[source.ready] = value
+            source.ready += 1
 
 
 cdef inline Py_ssize_t common(const int32_t* a, const int32_t* b, Py_ssize_t n) noexcept nogil:
