@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 STAMPS := $(VENV)/stamps
+FLAGS := vendor/build-flags $(wildcard vendor/build-flags.$(shell uname -m))
 SOURCES := setup.py pyproject.toml $(wildcard skippy/*.pyx skippy/*.pxd)
 
 .PHONY: demo test lint bench clean clean-wheel
@@ -33,11 +34,11 @@ $(STAMPS)/venv:
 	touch $@
 
 # llama.cpp, from the pinned source package: minutes the first time on a machine (pip keeps what it built).
-vendor/wheels/built: vendor/requirements.txt vendor/build-flags | $(STAMPS)/venv
+vendor/wheels/built: vendor/requirements.txt $(FLAGS) | $(STAMPS)/venv
 	@command -v c++ >/dev/null || { echo "a C++ compiler is needed to build llama.cpp (Debian: apt-get install build-essential)"; exit 1; }
 	rm -rf vendor/wheels
 	@echo "building llama-cpp-python from source (three to five minutes on two cores) ..."
-	CMAKE_ARGS="$$(cat vendor/build-flags)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	CMAKE_ARGS="$$(cat $(FLAGS))" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	    $(PIP) wheel --no-deps --no-binary llama-cpp-python --require-hashes -r vendor/requirements.txt -w vendor/wheels
 	touch $@
 

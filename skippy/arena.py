@@ -109,7 +109,7 @@ class Arena:
         """Take a block back.  ValueError if it is not lent (given back twice, or another arena's)."""
         if self._lent.get(block.start) is not block:
             raise ValueError(f"the block at {block.start} is not lent by this arena")
-        block.view.release()  # BufferError, with nothing changed, while somebody still holds the memory
+        block.view.release()
         del self._lent[block.start]
         self.used -= block.reserved
         start, size = block.start, block.reserved

@@ -235,12 +235,12 @@ class Cache:
         for native failures: they are counted, and nothing of them is in the tree.
         """
         n = len(tokens)
+        if n != lease.length:
+            raise ValueError(f"{n} tokens to record, but the lane holds {lease.length}")
         if self.observer is not None:
             self.observer.evaluated(lease, tokens)
         if self.off or self.config.mode == "lookup" or n < max(1, self.config.min_tokens):
             return False
-        if n != lease.length:
-            raise ValueError(f"{n} tokens to record, but the lane holds {lease.length}")
         try:
             if self.pool.length(lease.lane) != n:
                 raise NativeError(f"the lane holds {self.pool.length(lease.lane)} tokens, {n} were evaluated")

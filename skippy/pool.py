@@ -60,7 +60,7 @@ class Pool:
 
     @property
     def lost_cells(self) -> int:
-        """Cells of sequences that were set aside."""
+        """Cells of sequences that were set aside; cells that two of them share count twice, so it is never too few."""
         return sum(self.set_aside.values())
 
     @property

@@ -102,6 +102,7 @@ class Space:
     def _save_range(self, node: Node, seq: int, start: int, end: int) -> None:
         joined = self._joinable(node, start, end)
         begin = joined[0].start if joined else start
+        path = self.tree.tokens(node)
         lock = self.tree.lock(node)  # making room in RAM must not drop the head of the very path that is saved
         try:
             segment = self._save(seq, begin, end)
@@ -110,8 +111,9 @@ class Space:
         finally:
             self.tree.unlock(lock)
         if segment is None:
-            self.tree.discard(node)
             return
+        if not node.alive:  # it carried nothing, and only the lock kept it
+            node = self.tree.insert(node.namespace, path)
         for span in reversed(joined):
             if segment.start > span.start:
                 break

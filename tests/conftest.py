@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from skippy.demo.evidence import ColdRuns, Witness
 from skippy.model import Model, ModelContext
 from skippy.pool import Pool
 
-THREADS = 2
+THREADS = int(os.environ.get("TEST_THREADS", "2"))  # 1 where something else keeps a core busy: two that spin are ten times slower
 N_CTX = 2048
 
 
@@ -98,12 +99,14 @@ def state_of(context: ModelContext, seq: int) -> bytearray:
 
 
 def evaluate(context: ModelContext, seq: int, start: int, tokens: list[int] | npt.NDArray[np.int32], *ends: int) -> None:
-    """Decode `tokens` of `seq` from `start`, in pieces that end at `ends` and at the end of the tokens."""
+    """Decode `tokens` of `seq` from `start`, in pieces of at most n_batch that end at `ends` and at the end."""
     array = np.asarray(tokens, np.int32)
-    at = 0
+    begin = 0
     for end in (*(end - start for end in ends), len(array)):
-        assert context.sequences.decode(seq, start + at, array[at:end]) == 0
-        at = end
+        for at in range(begin, end, context.sequences.n_batch):
+            part = array[at : min(at + context.sequences.n_batch, end)]
+            assert context.sequences.decode(seq, start + at, part) == 0
+        begin = end
 
 
 @contextmanager

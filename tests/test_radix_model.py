@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -65,12 +67,11 @@ class TreeAndTwin(RuleBasedStateMachine):
         self.nodes.append(made)
 
     @precondition(lambda self: self.nodes)
-    @rule(pick=PICK, tokens=TOKENS, data=st.data())
-    def insert_near(self, pick: int, tokens: list[int], data: st.DataObject) -> None:
+    @rule(pick=PICK, cut=st.integers(0, 9), tokens=TOKENS)
+    def insert_near(self, pick: int, cut: int, tokens: list[int]) -> None:
         """A path that leaves a stored one somewhere, or ends on it."""
         near = self.nodes[pick % len(self.nodes)][1]
-        cut = data.draw(st.integers(1, near.length))
-        self.insert(near.namespace, [*near.path[:cut], *tokens[: pick % 4]], list)
+        self.insert(near.namespace, [*near.path[: 1 + cut % near.length], *tokens[: pick % 4]], list)
 
     @precondition(lambda self: self.nodes)
     @rule(pick=PICK, kind=KIND, size=st.integers(0, 99), start=st.none() | st.integers(-1, 6))
@@ -127,14 +128,16 @@ class TreeAndTwin(RuleBasedStateMachine):
 
     @rule(namespace=NAMESPACES, tokens=TOKENS, container=st.sampled_from(CONTAINERS))
     def match(self, namespace: str, tokens: list[int], container: Callable[[list[int]], Any]) -> None:
-        given = container(tokens)
+        self.probe(namespace, container(tokens))
+
+    def probe(self, namespace: str, given: Any) -> None:
         found, wanted = self.both("match", namespace, (given, given))
         for name in ("matched", "resident_length", "segment_length", "steps"):
             assert getattr(found, name) == getattr(wanted, name), name
         assert (found.resident is None) == (found.resident_length == 0)
         if found.resident is not None:
             assert self.tree.get(found.resident, "resident") is not None
-            assert self.place(found.resident)[1][: found.resident_length] == tuple(tokens[: found.resident_length])
+            assert self.place(found.resident)[1][: found.resident_length] == tuple(given[: found.resident_length])
         assert [self.span(span) for span in found.segments] == [self.span(span) for span in wanted.segments]
         assert [self.place(n) for n in found.checkpoints] == [self.place(n) for n in wanted.checkpoints]
         assert self.place(found.checkpoint) == self.place(wanted.checkpoint)
@@ -163,6 +166,9 @@ class TreeAndTwin(RuleBasedStateMachine):
             assert self.tree.bytes_of(kind) == self.twin.bytes_of(kind)
         for node, other in self.nodes:
             assert node.alive == other.alive
+        for _, other in self.nodes[-3:]:
+            for prompt in (other.path, other.path[: (other.length + 1) // 2], [*other.path[:-1], 1, 0]):
+                self.probe(other.namespace, list(prompt))
         for pair in {other.path: (node, other) for node, other in self.nodes if other.alive}.values():
             node, other = pair
             assert node.length == other.length
@@ -202,3 +208,48 @@ TestTreeAndTwin.settings = settings(
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
+
+
+# Hypothesis shrinks what it finds, but draws short sequences; these are long, and fill and empty the tree by turns.
+ACTIONS = {"insert": 4, "insert_near": 12, "put": 24, "take": 8, "evict": 4, "touch": 4, "discard": 6, "lock": 10}
+ACTIONS |= {"unlock": 10, "clear": 0.2}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_sequences(seed: int) -> None:
+    random = Random(seed)
+    machine = TreeAndTwin()
+    names = list(ACTIONS)
+    for step in range(220):
+        emptying = step % 80 > 60
+        weights = [
+            w * (3 if emptying and name in ("take", "evict", "unlock", "discard") else 1) for name, w in ACTIONS.items()
+        ]
+        name = random.choices(names, weights)[0]
+        pick, tokens = random.randrange(2**16), [random.choice([0, 0, 0, 1, 1, 2]) for _ in range(random.randint(1, 9))]
+        namespace, kind = random.choice(["one", "one", "two"]), random.choice(KINDS)
+        if len(machine.nodes) > 40:
+            stale = [pair for pair in machine.nodes if not pair[1].alive]
+            machine.nodes = [pair for pair in machine.nodes if pair[1].alive] + stale[-6:]
+        if name == "insert":
+            machine.insert(namespace, tokens, random.choice(CONTAINERS))
+        elif name == "evict":
+            machine.evict(kind)
+        elif name == "clear":
+            machine.clear(namespace)
+        elif machine.nodes:
+            if name == "insert_near":
+                machine.insert_near(pick, random.randrange(9), tokens)
+            elif name == "put":
+                machine.put(pick, kind, random.randrange(99), random.choice([None, None, *range(6)]))
+            elif name == "take":
+                machine.take(pick, kind)
+            elif name == "lock":
+                machine.lock(pick, random.choice([None, *range(9)]), random.random() < 0.4)
+            elif name == "unlock" and machine.locks:
+                machine.unlock(pick)
+            elif name in ("touch", "discard"):
+                getattr(machine, name)(pick)
+        machine.sound()
+        machine.alike()
+    machine.teardown()
