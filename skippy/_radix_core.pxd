@@ -118,7 +118,7 @@ cdef inline void* resize(Core* core, void* old, int64_t count, size_t size) noex
 
 cdef inline int64_t grown(int32_t size, int64_t needed) noexcept nogil:
     """The next size of an array, at most what an int32 can index; 0 if that is not enough."""
-    cdef int64_t wanted = <int64_t> size + size // 2 + 8
+    cdef int64_t wanted = <int64_t> size + size // 8 + 16
     if wanted < needed:
         wanted = needed
     if wanted > INT32_MAX:
@@ -140,7 +140,7 @@ cdef inline int reserve_nodes(Core* core, int32_t count) noexcept nogil:
         core.nodes = <Radix*> room
         core.node_size = <int32_t> wanted
     slots = <int64_t> core.table.mask + 1 if core.table.slots != NULL else 0
-    if (core.table.used + count) * 4 > slots * 3:
+    if (core.table.used + count) * 5 > slots * 4:
         shift = core.table.shift - 1 if slots else 60
         slots = slots * 2 if slots else 16
         room = resize(core, NULL, slots, sizeof(Slot))

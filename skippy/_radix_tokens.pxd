@@ -75,8 +75,10 @@ cdef extern from *:
     int32_t skippy_exact_int(PyObject* item) noexcept
 
 cdef enum:
-    BLOCK = 256   # tokens in one call of memcmp: long enough that the call is free, short enough to find the end
-    FINE = 16     # tokens that are converted, or compared once a block differs, in one go
+    BLOCK = 1024    # tokens in one call of memcmp while all is equal: long enough that the calls are free
+    PART = 128      # then, in the block that differs
+    FINE = 16       # and in the part that differs; as many ints are converted in one go
+    AHEAD = 256     # ints that are converted ahead of the comparison
 
 cdef struct Source:
     const int32_t* data    # the tokens, `ready` of them
@@ -111,6 +113,8 @@ cdef inline Py_ssize_t common(const int32_t* a, const int32_t* b, Py_ssize_t n) 
     cdef Py_ssize_t done = 0
     while n - done >= BLOCK and memcmp(a + done, b + done, BLOCK * sizeof(int32_t)) == 0:
         done += BLOCK
+    while n - done >= PART and memcmp(a + done, b + done, PART * sizeof(int32_t)) == 0:
+        done += PART
     while n - done >= FINE and memcmp(a + done, b + done, FINE * sizeof(int32_t)) == 0:
         done += FINE
     while done < n and a[done] == b[done]:
@@ -126,7 +130,7 @@ cdef inline Py_ssize_t agree(Source* source, Py_ssize_t at, const int32_t* edge,
     if source.ready == source.n:
         return common(source.data + at, edge, length)
     while done < length:
-        step = BLOCK if length - done > BLOCK else length - done
+        step = AHEAD if length - done > AHEAD else length - done
         fill(source, at + done + step)
         if source.ready - at - done < step:
             step = source.ready - at - done
