@@ -75,11 +75,9 @@ class Model:
             )
         self._model = model
         self._adapters: list[lib.llama_adapter_lora_p] = []
-        self._vocab = lib.llama_model_get_vocab(model)
-        self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
-        self.bos: int = lib.llama_vocab_bos(self._vocab)
-        self.eos: int = lib.llama_vocab_eos(self._vocab)
-        self.adds_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
+        self.bos: int = lib.llama_vocab_bos(self.vocab)
+        self.eos: int = lib.llama_vocab_eos(self.vocab)
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._end_tokens: dict[int, bool] = {}
         if not vocab_only and (not lib.llama_model_has_decoder(model) or lib.llama_model_is_diffusion(model)):
@@ -87,40 +85,46 @@ class Model:
             raise ModelError(f"model_path: {self.path!r} has no decoder that generates text token by token")
 
     @property
+    def _live(self) -> lib.llama_model_p:
+        if self._model is None:
+            raise ValueError(f"the model {self.path!r} is closed")
+        return self._model
+
+    @property
     def vocab(self) -> lib.llama_vocab_p:
         """llama.cpp's vocabulary, for samplers."""
-        return self._vocab
+        return lib.llama_model_get_vocab(self._live)
 
     @property
     def family(self) -> str:
         """"dense", "window", "recurrent" or "hybrid", as the loaded model says of itself."""
-        if lib.llama_model_is_recurrent(self._model):
+        if lib.llama_model_is_recurrent(self._live):
             return "recurrent"
-        if lib.llama_model_is_hybrid(self._model):
+        if lib.llama_model_is_hybrid(self._live):
             return "hybrid"
-        return "window" if lib.llama_model_n_swa(self._model) > 0 else "dense"
+        return "window" if lib.llama_model_n_swa(self._live) > 0 else "dense"
 
     @property
     def n_ctx_train(self) -> int:
         """Tokens of context that the model was trained with."""
-        return int(lib.llama_model_n_ctx_train(self._model))
+        return int(lib.llama_model_n_ctx_train(self._live))
 
     @property
     def n_layer(self) -> int:
         """Layers of the model."""
-        return int(lib.llama_model_n_layer(self._model))
+        return int(lib.llama_model_n_layer(self._live))
 
     @property
     def description(self) -> str:
         """Architecture, size and quantisation in llama.cpp's words."""
         buffer = ctypes.create_string_buffer(256)
-        lib.llama_model_desc(self._model, buffer, len(buffer))
+        lib.llama_model_desc(self._live, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
     @property
     def chat_template(self) -> str | None:
         """The Jinja template in the model's metadata, or None."""
-        text = lib.llama_model_chat_template(self._model, None)
+        text = lib.llama_model_chat_template(self._live, None)
         return text.decode("utf-8", "replace") if text else None
 
     def tokenize(self, text: str, *, add_bos: bool = True, special: bool = True) -> list[int]:
@@ -129,7 +133,7 @@ class Model:
         room = len(raw) + 16
         while True:
             out = (lib.llama_token * room)()
-            n = lib.llama_tokenize(self._vocab, raw, len(raw), out, room, add_bos, special)
+            n = lib.llama_tokenize(self.vocab, raw, len(raw), out, room, add_bos, special)
             if n >= 0:
                 return list(out[:n])
             room = -n
@@ -143,7 +147,7 @@ class Model:
             room = 64
             while True:
                 buffer = (ctypes.c_char * room)()
-                n = lib.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+                n = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
                 if n >= 0:
                     break
                 room = -n
@@ -158,7 +162,7 @@ class Model:
         """Whether `token` ends an answer (end of text, end of turn)."""
         found = self._end_tokens.get(token)
         if found is None:
-            found = self._end_tokens[token] = bool(lib.llama_vocab_is_eog(self._vocab, token))
+            found = self._end_tokens[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
         return found
 
     def new_context(
@@ -187,10 +191,13 @@ class Model:
         for name, number in (("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_threads", n_threads)):
             if number < 1:
                 raise ModelError(f"{name} is {number}, expected at least 1")
+        n_batch = min(n_batch, n_ctx)
+        if n_seq_max > n_batch:  # llama.cpp reserves an output per sequence, and asserts that a batch has as many
+            raise ModelError(f"{n_seq_max} sequence ids need n_batch and n_ctx of at least that, not {n_batch}")
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx
-        params.n_batch = min(n_batch, n_ctx)
-        params.n_ubatch = min(n_ubatch, n_batch, n_ctx)
+        params.n_batch = n_batch
+        params.n_ubatch = min(n_ubatch, n_batch)
         params.n_seq_max = n_seq_max
         params.n_rs_seq = 0
         params.n_threads = params.n_threads_batch = n_threads
@@ -199,7 +206,7 @@ class Model:
         params.kv_unified = True
         if swa_full is not None:
             params.swa_full = swa_full
-        pointer = lib.llama_init_from_model(self._model, params)
+        pointer = lib.llama_init_from_model(self._live, params)
         if not pointer:
             raise ModelError(
                 f"llama.cpp could not make a context: n_ctx={n_ctx}, n_seq_max={n_seq_max}, type_k={type_k!r}, "
@@ -217,7 +224,7 @@ class Model:
     def _apply(self, pointer: lib.llama_context_p, adapters: Sequence[AdapterFile]) -> None:
         loaded = []
         for adapter in adapters:
-            found = lib.llama_adapter_lora_init(self._model, adapter.path.encode())
+            found = lib.llama_adapter_lora_init(self._live, adapter.path.encode())
             if not found:
                 raise ModelError(f"lora: llama.cpp could not load {adapter.path!r} as an adapter of {self.path!r}")
             loaded.append(found)
@@ -231,7 +238,7 @@ class Model:
         """Free the model.  Closing twice does nothing."""
         if self._model is not None:
             lib.llama_model_free(self._model)
-            self._model = self._vocab = None
+            self._model = None
 
 
 class ModelContext:
@@ -243,9 +250,16 @@ class ModelContext:
         address = ctypes.cast(pointer, ctypes.c_void_p).value or 0
         self.sequences = Context(address, unified=True, owner=self)
 
+    @property
+    def live(self) -> lib.llama_context_p:
+        """llama.cpp's context.  ValueError if it is closed."""
+        if self.pointer is None:
+            raise ValueError("this context is closed")
+        return self.pointer
+
     def logits(self, index: int = -1) -> npt.NDArray[np.float32]:
         """Logits of output `index` of the last decode: float32 [n_vocab], a copy.  -1 is the last one."""
-        found = lib.llama_get_logits_ith(self.pointer, index)
+        found = lib.llama_get_logits_ith(self.live, index)
         if not found:
             raise ValueError(f"the last decode has no logits at {index}")
         return np.ctypeslib.as_array(found, (self.model.n_vocab,)).copy()

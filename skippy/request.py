@@ -49,7 +49,8 @@ class Request:
     """The state of one request.  `run()` yields chunks; what was evaluated is recorded however it ends.
 
     `prompt` is int32 [n], n >= 1.  `step` is held around every use of the context, never while a chunk is
-    handed out.  `begin` takes the lane, waiting for one if it must.
+    handed out.  `begin` takes the lane, waiting for one if it must; `end` gives it back, and gets the tokens
+    that are in it if they are to be kept.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Request:
         record: bool,
         step: Callable[[], ContextManager[object]],
         begin: Callable[[], Lease],
-        end: Callable[[Lease], None],
+        end: Callable[[Lease, Tokens | None], None],
     ) -> None:
         self.generated: list[int] = []
         self.report = ReuseReport(prompt_tokens=len(prompt))
@@ -115,9 +116,8 @@ class Request:
         finally:
             self._sampler.close()
             if lease is not None:
-                with self._step():
-                    self._record(lease)
-                    self._end(lease)
+                path = np.concatenate([self._prompt, np.array(self.generated, np.int32)])[: lease.length]
+                self._end(lease, path if self._keep else None)
 
     def complete(self) -> Completion:
         """Serve the request to its end."""
@@ -191,9 +191,3 @@ class Request:
             self._cache.pool.trim(lease.lane, lease.length)  # what went in before the failure goes out again
             raise
         lease.length += len(tokens)
-
-    def _record(self, lease: Lease) -> None:
-        if not self._keep:
-            return
-        path = np.concatenate([self._prompt, np.array(self.generated, np.int32)])[: lease.length]
-        self._cache.record(lease, path)

@@ -101,7 +101,10 @@ class Runtime:
             )
             caps = ResidentCacheConfig.from_stage(stage, config)
             unable = None if self.model.family == "dense" else f"reuse for {self.model.family} models is not built yet"
-            residents = 0 if unable or config.mode == "disabled" or config.payload == "full-state" else caps.max_entries
+            if unable or config.mode == "disabled" or config.payload == "full-state":
+                residents = 0
+            else:  # a batch must have a token for each sequence id
+                residents = max(0, min(caps.max_entries, min(n_batch, n_ctx) - lanes - 1))
             self.context = self.model.new_context(
                 n_ctx=n_ctx,
                 n_batch=n_batch,
@@ -325,10 +328,17 @@ class Runtime:
             self._owners[lease.lane] = me
             return lease
 
-    def _end(self, lease: Lease) -> None:
-        self.cache.end(lease)
-        self._owners.pop(lease.lane, None)
-        self._lock.notify()
+    def _end(self, lease: Lease, path: Tokens | None) -> None:
+        with self._lock:
+            if self._closed:  # the lane went with the context
+                return
+            try:
+                if path is not None:
+                    self.cache.record(lease, path)
+            finally:
+                self.cache.end(lease)
+                self._owners.pop(lease.lane, None)
+                self._lock.notify()
 
     def close(self) -> None:
         """Free the context and the model.  Open streams cannot go on.  Closing twice does nothing."""

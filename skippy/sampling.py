@@ -68,7 +68,7 @@ class Sampler:
 
     def sample(self, context: ModelContext) -> int:
         """The token chosen from the last logits of `context`; the chain takes note of it."""
-        return int(lib.llama_sampler_sample(self._chain, context.pointer, -1))
+        return int(lib.llama_sampler_sample(self._chain, context.live, -1))
 
     def close(self) -> None:
         """Free the chain.  Closing twice does nothing."""
