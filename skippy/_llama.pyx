@@ -275,7 +275,9 @@ cdef class Context:
             raise ValueError(f"data has {size} bytes, expected a saved state (more than 8)")
         self._enter()
         try:
-            if not flags & <uint32_t>PARTIAL:
+            if not flags & <uint32_t>PARTIAL and (
+                llama_memory_seq_pos_max(self.mem, seq) != -1 or llama_memory_seq_pos_min(self.mem, seq) != -1
+            ):
                 self._clear(seq)
             with nogil:
                 used = llama_state_seq_set_data_ext(self.ctx, &data[0], size, seq, flags)

@@ -23,7 +23,6 @@ cdef class RadixTree:
     cdef Node add(self, str namespace, Source* source)
     cdef Node handle(self, int32_t x)
     cdef Span span(self, int32_t e)
-    cdef int reserve_entry(self) except -1
     cdef object drop_entry(self, int32_t e)
     cdef int forget_empty(self, int32_t root) except -1
 

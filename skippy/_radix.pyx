@@ -36,34 +36,23 @@ from skippy._radix_core cimport (
     Hold,
     Place,
     Radix,
-    add_above,
-    add_leaf,
     edge_of,
     free_buffer,
+    free_hold,
     free_node,
-    grown,
     new_buffer,
+    new_hold,
     new_node,
     remove_leaf,
+    reserve_entry,
+    reserve_hold,
     reserve_nodes,
     resize,
     walk,
 )
 from skippy._radix_table cimport Slot
 from skippy._radix_tokens cimport Source, any_negative, fill
-from skippy._radix_use cimport (
-    add_holder,
-    add_support,
-    delist,
-    drop_holder,
-    drop_support,
-    is_bare,
-    lock_path,
-    move_ends,
-    tidy,
-    touch_path,
-    unlock_path,
-)
+from skippy._radix_use cimport attach, detach, has_nothing, lock_path, plant, tidy, touch_path, unlock_path
 
 import operator
 from array import array
@@ -87,188 +76,8 @@ cdef int kind_of(object kind) except -1:
     return PyLong_AsLong(<object> index)
 
 
-cdef tuple plain(object sequence):
-    """The tokens before the first item that is none, as int32, and the error that names that item, or None."""
-    values = array("i")
-    for index, item in enumerate(list(sequence)):
-        try:
-            value = operator.index(item)
-        except TypeError:
-            return values, TypeError(f"token {item!r} at index {index}: expected an int")
-        if not 0 <= value <= INT32_MAX:
-            return values, ValueError(f"token {value} at index {index}: expected 0..{INT32_MAX}")
-        values.append(value)
-    return values, None
-
-
-cdef object as_sequence(object tokens):
-    """The tokens as a list or tuple."""
-    if not PySequence_Check(tokens):
-        raise TypeError(f"tokens: expected a buffer of int32 or a sequence of ints, got {type(tokens).__name__}")
-    return PySequence_Fast(tokens, "tokens: expected a buffer of int32 or a sequence of ints")
-
-
-cdef inline bint has_nothing(const Radix* node) noexcept:
-    return (node.entry[RESIDENT] == NONE and node.entry[SEGMENT] == NONE and node.entry[CHECKPOINT] == NONE
-            and node.entry[LOGITS] == NONE)
-
-
-cdef object negative_token(int32_t value, Py_ssize_t index):
-    return ValueError(f"token {value} at index {index}: expected 0..{INT32_MAX}")
-
-
-cdef int view_of(object tokens, Py_buffer* view) except -1:
-    """Take a view of a buffer of int32, or say why it is none."""
-    cdef bint fits
-    try:
-        PyObject_GetBuffer(tokens, view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
-    except (BufferError, ValueError) as error:
-        raise ValueError(f"tokens: expected a C-contiguous buffer of int32 ({error})") from None
-    fits = view.ndim == 1 and view.itemsize == sizeof(int32_t) and view.format != NULL
-    if fits:
-        fits = is_int32(view.format)
-    if not fits:
-        error = TypeError(
-            f"tokens: expected a one-dimensional buffer of int32, got format "
-            f"{(<bytes> view.format).decode() if view.format != NULL else 'B'!r} with {view.ndim} dimensions")
-        PyBuffer_Release(view)
-        raise error
-    return 0
-
-
-cdef inline bint is_int32(const char* form) noexcept:
-    """The struct formats that mean a signed integer of this machine's byte order; the size has been checked."""
-    cdef int one = 1
-    cdef char order = b"<" if (<char*> &one)[0] else b">"
-    if form[0] == order or form[0] == b"=" or form[0] == b"@":
-        form += 1
-    return (form[0] == b"i" or form[0] == b"l") and form[1] == 0
-
-
-@cython.final
-cdef class Node:
-    """A place in the tree: a path of `length` tokens in a namespace.  Equal to every handle of the same place."""
-
-    def __init__(self):
-        raise TypeError("nodes come from RadixTree.insert and RadixTree.match")
-
-    @property
-    def alive(self):
-        """Whether the tree still has this node.  O(1)."""
-        cdef Core* core = &self.tree.core
-        return self.index < core.node_top and core.nodes[self.index].generation == self.generation
-
-    def __eq__(self, other):
-        cdef Node node
-        if type(other) is not Node:
-            return NotImplemented
-        node = <Node> other
-        return self.tree is node.tree and self.index == node.index and self.generation == node.generation
-
-    def __hash__(self):
-        return hash((id(self.tree), self.index, self.generation))
-
-    def __repr__(self):
-        return f"<Node {self.length} tokens in {self.namespace!r}{'' if self.alive else ', gone'}>"
-
-
-@cython.final
-cdef class Lock:
-    """The protection of the first `length` tokens of the path of `node`, until RadixTree.unlock takes it back."""
-
-    def __init__(self):
-        raise TypeError("locks come from RadixTree.lock")
-
-    @property
-    def alive(self):
-        """Whether it still protects.  O(1)."""
-        return self.tree.core.holds[self.index].generation == self.generation and (
-            self.tree.core.holds[self.index].node != NONE)
-
-    def __repr__(self):
-        return f"<Lock {self.length} tokens of {self.node!r}{'' if self.alive else ', released'}>"
-
-
-@cython.final
-cdef class Span:
-    """A segment on a path: saved state of the tokens [start, end), carried by `node`, which ends at `end`."""
-
-    def __init__(self, Node node not None, int start, int end, payload):
-        self.node = node
-        self.start = start
-        self.end = end
-        self.payload = payload
-
-    def __eq__(self, other):
-        if type(other) is not Span:
-            return NotImplemented
-        return (self.node == other.node and self.start == other.start and self.end == other.end
-                and self.payload == other.payload)
-
-    def __hash__(self):
-        return hash((self.node, self.start, self.end))
-
-    def __repr__(self):
-        return f"Span({self.node!r}, {self.start}, {self.end}, {self.payload!r})"
-
-
-@cython.final
-@cython.freelist(8)
-cdef class Match:
-    """What the tree holds of a prompt, at the moment of the match."""
-
-    def __cinit__(self):
-        self.places = NULL
-        self.segments = NO_SPANS
-        self.resident_index = self.logits_index = NONE
-
-    def __init__(self):
-        raise TypeError("matches come from RadixTree.match")
-
-    def __dealloc__(self):
-        free(self.places)
-
-    cdef Node place(self, Py_ssize_t i):
-        return new_handle(self.tree, self.places[3 * i], <uint32_t> self.places[3 * i + 1], self.places[3 * i + 2],
-                          self.namespace)
-
-    @property
-    def resident(self):
-        """The holder that covers `resident_length` tokens of the prompt, or None.  O(1)."""
-        if self.resident_index == NONE:
-            return None
-        return new_handle(self.tree, self.resident_index, self.resident_generation, self.resident_end, self.namespace)
-
-    @property
-    def checkpoint(self):
-        """The deepest node on the fully matched path that has a checkpoint, or None.  O(1)."""
-        return self.place(0) if self.place_count else None
-
-    @property
-    def checkpoints(self):
-        """All nodes on the fully matched path that have a checkpoint, shallow to deep.  O(checkpoints)."""
-        return tuple([self.place(i) for i in range(self.place_count - 1, -1, -1)])
-
-    @property
-    def logits(self):
-        """The node that ends exactly where the prompt does and has logits, or None.  O(1)."""
-        if self.logits_index == NONE:
-            return None
-        return new_handle(self.tree, self.logits_index, self.logits_generation, self.matched, self.namespace)
-
-    def __repr__(self):
-        return (f"<Match {self.matched} tokens in {self.namespace!r}: resident {self.resident_length}, "
-                f"segments {self.segment_length}, checkpoint {self.places[2] if self.place_count else None}>")
-
-
-cdef inline Node new_handle(RadixTree tree, int32_t index, uint32_t generation, int length, str namespace):
-    cdef Node node = Node.__new__(Node)
-    node.tree = tree
-    node.index = index
-    node.generation = generation
-    node.length = length
-    node.namespace = namespace
-    return node
+include "_radix_read.pxi"
+include "_radix_handles.pxi"
 
 
 @cython.final
@@ -577,8 +386,7 @@ cdef class RadixTree:
         cdef Core* core = &self.core
         cdef Node made = Node.__new__(Node)
         cdef Place place
-        cdef int32_t root, x, u = NONE, leaf = NONE, buffer = NONE, n = <int32_t> source.n
-        cdef bint freed = False, split
+        cdef int32_t root, buffer = NONE, n = <int32_t> source.n
         if source.n == 0:
             raise ValueError("tokens: a path of 0 tokens cannot be stored")
         if source.n > INT32_MAX:
@@ -586,18 +394,16 @@ cdef class RadixTree:
         root = self.root_of(namespace)
         if reserve_nodes(core, 3):
             raise MemoryError("no memory for another node")
-        place.node = root
         place.at = 0
         if root != NONE:
             place = walk(core, source, root)
-        x = place.node
         if place.at < n:
             buffer = new_buffer(core, n - place.at)
             if buffer == NONE:
                 raise MemoryError("no memory for the tokens")
             memcpy(core.buffers[buffer].data, source.data + place.at, (n - place.at) * sizeof(int32_t))
         if root == NONE:
-            x = root = new_node(core)
+            place.node = root = new_node(core)
             core.nodes[root].root = root
             try:
                 self.names[root] = namespace
@@ -607,26 +413,9 @@ cdef class RadixTree:
                 free_node(core, root)
                 free_buffer(core, buffer)
                 raise
-        split = place.at < core.nodes[x].end
-        if split:
-            u = new_node(core)
-            add_above(core, u, x, <int32_t> place.at)
-            freed = move_ends(core, u, x)
-        core.clock += 1
-        if place.at < n:
-            leaf = new_node(core)
-            add_leaf(core, u if split else x, leaf, buffer, n)
-            core.nodes[leaf].used = core.clock
-        else:
-            leaf = u if split else x
-        if has_nothing(&core.nodes[leaf]):
-            core.nodes[leaf].flags |= FRESH
-        if freed:
-            touch_path(core, x)
-            tidy(core, x, INT32_MAX)
+        made.index = plant(core, place, n, buffer)
+        made.generation = core.nodes[made.index].generation
         made.tree = self
-        made.index = leaf
-        made.generation = core.nodes[leaf].generation
         made.length = n
         made.namespace = namespace
         return made
@@ -652,22 +441,6 @@ cdef class RadixTree:
     # -----------------------------------------------------------------------------------------------------------------
     # Payloads
     # -----------------------------------------------------------------------------------------------------------------
-
-    cdef int reserve_entry(self) except -1:
-        """Room for one more payload."""
-        cdef Core* core = &self.core
-        cdef int64_t wanted
-        cdef void* room
-        if core.entry_free == NONE and core.entry_top == core.entry_size:
-            wanted = grown(core.entry_size, <int64_t> core.entry_size + 1)
-            room = resize(core, core.entries, wanted, sizeof(Entry)) if wanted else NULL
-            if room == NULL:
-                raise MemoryError("no memory for another payload")
-            core.entries = <Entry*> room
-            core.entry_size = <int32_t> wanted
-        if core.entry_free == NONE and len(self.payloads) == core.entry_top:
-            self.payloads.append(None)
-        return 0
 
     def put(self, Node node not None, kind, payload, *, bytes=0, start=None):
         """Give a node a payload, one per kind, and touch its path.  O(nodes on the path)."""
@@ -698,56 +471,18 @@ cdef class RadixTree:
                 above = core.nodes[above].parent
             if first < 0 or core.nodes[above].begin != first or first >= core.nodes[x].end:
                 raise ValueError(f"start {start}: no node above {node!r} ends there")
-        self.reserve_entry()
-        if core.entry_free != NONE:
-            e = core.entry_free
-            core.entry_free = core.entries[e].next
-        else:
-            e = core.entry_top
-            core.entry_top += 1
-        self.payloads[e] = payload
-        core.entries[e].bytes = size
-        core.entries[e].node = x
-        core.entries[e].start = first
-        core.entries[e].kind = k
-        core.entries[e].listed = False
-        core.kinds[k].count += 1
-        core.kinds[k].bytes += size
-        core.nodes[x].entry[k] = e
-        core.nodes[x].flags &= ~FRESH
-        if k == SEGMENT:
-            above = x
-            while core.nodes[above].begin >= first and core.nodes[above].parent != NONE:
-                core.nodes[above].segment = e
-                above = core.nodes[above].parent
-        elif k == RESIDENT:
-            add_support(core, x)
-            add_holder(core, x)
+        if reserve_entry(core):
+            raise MemoryError("no memory for another payload")
+        while len(self.payloads) < core.entry_size:
+            self.payloads.append(None)
+        self.payloads[attach(core, x, k, size, first)] = payload
         touch_path(core, x)
 
     cdef object drop_entry(self, int32_t e):
         """Detach a payload from its node and return it."""
-        cdef Core* core = &self.core
-        cdef Entry* entry = &core.entries[e]
-        cdef int32_t x = entry.node, above
-        cdef object payload = self.payloads[e]
+        payload = self.payloads[e]
         self.payloads[e] = None
-        if entry.listed:
-            delist(core, e)
-        core.kinds[entry.kind].count -= 1
-        core.kinds[entry.kind].bytes -= entry.bytes
-        core.nodes[x].entry[entry.kind] = NONE
-        if entry.kind == SEGMENT:
-            above = x
-            while core.nodes[above].segment == e:
-                core.nodes[above].segment = NONE
-                above = core.nodes[above].parent
-        elif entry.kind == RESIDENT:
-            drop_support(core, x)
-            drop_holder(core, x)
-        entry.node = NONE
-        entry.next = core.entry_free
-        core.entry_free = e
+        detach(&self.core, e)
         return payload
 
     def take(self, Node node not None, kind):
@@ -815,33 +550,19 @@ cdef class RadixTree:
         cdef Core* core = &self.core
         cdef int32_t x = self.own(node), h
         cdef int64_t wanted = node.length if length is None else length
-        cdef void* room
         cdef Lock lock = Lock.__new__(Lock)
         if not 1 <= wanted <= node.length:
             raise ValueError(f"length {length}: expected 1..{node.length}")
         if cells and wanted != node.length:
             raise ValueError(f"length {length}: a lock with cells covers all {node.length} tokens of its node")
-        if core.hold_free == NONE and core.hold_top == core.hold_size:
-            room = NULL
-            if grown(core.hold_size, <int64_t> core.hold_size + 1):
-                room = resize(core, core.holds, grown(core.hold_size, <int64_t> core.hold_size + 1), sizeof(Hold))
-            if room == NULL:
-                raise MemoryError("no memory for another lock")
-            core.holds = <Hold*> room
-            core.hold_size = <int32_t> grown(core.hold_size, <int64_t> core.hold_size + 1)
-        if core.hold_free != NONE:
-            h = core.hold_free
-            core.hold_free = core.holds[h].next
-        else:
-            h = core.hold_top
-            core.hold_top += 1
-            core.holds[h].generation = 0
+        if reserve_hold(core):
+            raise MemoryError("no memory for another lock")
+        h = new_hold(core)
         core.holds[h].length = <int32_t> wanted
         core.holds[h].cells = cells
         if wanted > core.nodes[x].begin:
             core.nodes[x].flags &= ~FRESH
         lock_path(core, x, h)
-        core.hold_count += 1
         lock.tree = self
         lock.index = h
         lock.generation = core.holds[h].generation
@@ -860,11 +581,7 @@ cdef class RadixTree:
             raise ValueError(f"{lock!r} has been given back before")
         root = core.nodes[core.holds[h].node].root
         unlock_path(core, h)
-        core.holds[h].node = NONE
-        core.holds[h].generation += 1
-        core.holds[h].next = core.hold_free
-        core.hold_free = h
-        core.hold_count -= 1
+        free_hold(core, h)
         self.forget_empty(root)
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ cdef inline list prove_shape(const Core* core, dict roots, dict names):
             child = below.next
         hold_true(children == node.children, "children are counted", x)
         hold_true(node.first == NONE or core.nodes[node.first].previous == previous, "the first knows the last", x)
-        hold_true(node.parent == NONE or children > 0 or not is_bare(core, node), "no bare leaf stays", x)
+        hold_true(node.parent == NONE or children > 0 or not is_bare(node), "no bare leaf stays", x)
         hold_true(not is_mergeable(core, node) or node.flags & UNMERGED, "no bare node with one child stays", x)
     hold_true(core.table.used == core.node_count, "the table has nothing but children", core.table.used)
     hold_true(len(order) - len(roots) == core.node_count, "nodes are counted", core.node_count)

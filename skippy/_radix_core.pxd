@@ -262,6 +262,70 @@ cdef inline int32_t* edge_of(const Core* core, const Radix* node) noexcept nogil
     return buffer.data + (node.offset - buffer.origin)
 
 
+cdef inline int reserve_entry(Core* core) noexcept nogil:
+    """Room for one more payload; -1 when there is no memory."""
+    cdef int64_t wanted
+    cdef void* room
+    if core.entry_free == NONE and core.entry_top == core.entry_size:
+        wanted = grown(core.entry_size, <int64_t> core.entry_size + 1)
+        room = resize(core, core.entries, wanted, sizeof(Entry)) if wanted else NULL
+        if room == NULL:
+            return -1
+        core.entries = <Entry*> room
+        core.entry_size = <int32_t> wanted
+    return 0
+
+
+cdef inline int32_t new_entry(Core* core) noexcept nogil:
+    cdef int32_t e = core.entry_free
+    if e != NONE:
+        core.entry_free = core.entries[e].next
+    else:
+        e = core.entry_top
+        core.entry_top += 1
+    return e
+
+
+cdef inline void free_entry(Core* core, int32_t e) noexcept nogil:
+    core.entries[e].node = NONE
+    core.entries[e].next = core.entry_free
+    core.entry_free = e
+
+
+cdef inline int reserve_hold(Core* core) noexcept nogil:
+    """Room for one more lock; -1 when there is no memory."""
+    cdef int64_t wanted
+    cdef void* room
+    if core.hold_free == NONE and core.hold_top == core.hold_size:
+        wanted = grown(core.hold_size, <int64_t> core.hold_size + 1)
+        room = resize(core, core.holds, wanted, sizeof(Hold)) if wanted else NULL
+        if room == NULL:
+            return -1
+        core.holds = <Hold*> room
+        core.hold_size = <int32_t> wanted
+    return 0
+
+
+cdef inline int32_t new_hold(Core* core) noexcept nogil:
+    cdef int32_t h = core.hold_free
+    if h != NONE:
+        core.hold_free = core.holds[h].next
+    else:
+        h = core.hold_top
+        core.hold_top += 1
+        core.holds[h].generation = 0
+    core.hold_count += 1
+    return h
+
+
+cdef inline void free_hold(Core* core, int32_t h) noexcept nogil:
+    core.holds[h].node = NONE
+    core.holds[h].generation += 1
+    core.holds[h].next = core.hold_free
+    core.hold_free = h
+    core.hold_count -= 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Siblings
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What the nodes are used for: residents and their cells, recency, locks, and what goes when nothing uses it."""
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 
 from skippy._radix_core cimport (
+    CHECKPOINT,
     FRESH,
     KIND_COUNT,
+    LOGITS,
     NONE,
     RESIDENT,
     SEGMENT,
@@ -13,9 +15,15 @@ from skippy._radix_core cimport (
     Entry,
     Hold,
     Kind,
+    Place,
     Radix,
+    add_above,
+    add_leaf,
+    free_entry,
     link,
     merge_down,
+    new_entry,
+    new_node,
     remove_leaf,
     unlink,
 )
@@ -151,29 +159,72 @@ cdef inline void touch_path(Core* core, int32_t x) noexcept nogil:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Payloads
+# ---------------------------------------------------------------------------------------------------------------------
+
+cdef inline bint has_nothing(const Radix* node) noexcept nogil:
+    return (node.entry[RESIDENT] == NONE and node.entry[SEGMENT] == NONE and node.entry[CHECKPOINT] == NONE
+            and node.entry[LOGITS] == NONE)
+
+
+cdef inline int32_t attach(Core* core, int32_t x, int kind, int64_t size, int32_t start) noexcept nogil:
+    """A new entry at `x`, to be touched by the caller.  Room must have been reserved.  O(nodes on the path)."""
+    cdef int32_t e = new_entry(core), above = x
+    core.entries[e].bytes = size
+    core.entries[e].node = x
+    core.entries[e].start = start
+    core.entries[e].kind = kind
+    core.entries[e].listed = False
+    core.kinds[kind].count += 1
+    core.kinds[kind].bytes += size
+    core.nodes[x].entry[kind] = e
+    core.nodes[x].flags &= ~FRESH
+    if kind == SEGMENT:
+        while core.nodes[above].begin >= start and core.nodes[above].parent != NONE:
+            core.nodes[above].segment = e
+            above = core.nodes[above].parent
+    elif kind == RESIDENT:
+        add_support(core, x)
+        add_holder(core, x)
+    return e
+
+
+cdef inline void detach(Core* core, int32_t e) noexcept nogil:
+    cdef int32_t x = core.entries[e].node, above = x
+    cdef int kind = core.entries[e].kind
+    if core.entries[e].listed:
+        delist(core, e)
+    core.kinds[kind].count -= 1
+    core.kinds[kind].bytes -= core.entries[e].bytes
+    core.nodes[x].entry[kind] = NONE
+    if kind == SEGMENT:
+        while core.nodes[above].segment == e:
+            core.nodes[above].segment = NONE
+            above = core.nodes[above].parent
+    elif kind == RESIDENT:
+        drop_support(core, x)
+        drop_holder(core, x)
+    free_entry(core, e)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What goes when nothing uses it
 # ---------------------------------------------------------------------------------------------------------------------
 
-cdef inline bint is_bare(const Core* core, const Radix* node) noexcept nogil:
-    cdef int kind
-    if node.parent == NONE or node.locks or node.flags & FRESH:
-        return False
-    for kind in range(KIND_COUNT):
-        if node.entry[kind] != NONE:
-            return False
-    return True
+cdef inline bint is_bare(const Radix* node) noexcept nogil:
+    return has_nothing(node) and node.parent != NONE and node.locks == 0 and not node.flags & FRESH
 
 
 cdef inline bint is_mergeable(const Core* core, const Radix* node) noexcept nogil:
     """Bare, with one child, and no segment begins or ends between the two."""
-    return node.children == 1 and core.nodes[node.first].segment == node.segment and is_bare(core, node)
+    return node.children == 1 and core.nodes[node.first].segment == node.segment and is_bare(node)
 
 
 cdef inline bint tidy_node(Core* core, int32_t x) noexcept nogil:
     """Remove a bare leaf, merge a bare node into its only child.  True if a leaf went, so that its parent is next."""
     cdef Radix* node = &core.nodes[x]
     node.flags &= ~UNMERGED
-    if node.children == 0 and is_bare(core, node):
+    if node.children == 0 and is_bare(node):
         remove_leaf(core, x)
         return True
     if is_mergeable(core, node):
@@ -264,3 +315,32 @@ cdef inline bint move_ends(Core* core, int32_t u, int32_t x) noexcept nogil:
             lower.locks -= 1
         h = next
     return was_locked and lower.locks == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Insert
+# ---------------------------------------------------------------------------------------------------------------------
+
+cdef inline int32_t plant(Core* core, Place place, int32_t n, int32_t buffer) noexcept nogil:
+    """The node that ends after `n` tokens, where a walk came to `place`: `buffer` holds the rest, NONE if none is left.
+
+    Room for two nodes must have been reserved.
+    """
+    cdef int32_t x = place.node, u = place.node, leaf
+    cdef bint freed = False
+    core.clock += 1
+    if place.at < core.nodes[x].end:
+        u = new_node(core)
+        add_above(core, u, x, <int32_t> place.at)
+        freed = move_ends(core, u, x)
+    leaf = u
+    if buffer != NONE:
+        leaf = new_node(core)
+        add_leaf(core, u, leaf, buffer, n)
+        core.nodes[leaf].used = core.clock
+    if has_nothing(&core.nodes[leaf]):
+        core.nodes[leaf].flags |= FRESH
+    if freed:
+        touch_path(core, x)
+        tidy(core, x, INT32_MAX)
+    return leaf
