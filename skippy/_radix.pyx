@@ -1,8 +1,9 @@
 """The token radix tree: which prefixes are held, and as what.
 
 The C parts stand in `_radix_tokens.pxd` (tokens and comparison), `_radix_table.pxd` (children), `_radix_core.pxd`
-(memory and shape) and `_radix_use.pxd` (residents, recency, locks); here are their Python faces.  Signatures, units,
-errors and complexity are in `_radix.pyi`, and `tests/radix_twin.py` says in plain Python what all of it means.
+(memory and shape), `_radix_use.pxd` (residents, recency, locks) and `_radix_check.pxd` (the proof); their Python faces
+here, in `_radix_read.pxi` and in `_radix_handles.pxi`.  Signatures, units, errors and complexity are in `_radix.pyi`,
+and `tests/radix_twin.py` says in plain Python what all of it means.
 """
 
 cimport cython
@@ -394,7 +395,8 @@ cdef class RadixTree:
         root = self.root_of(namespace)
         if reserve_nodes(core, 3):
             raise MemoryError("no memory for another node")
-        place.at = 0
+        place.node = root
+        place.at = place.steps = 0
         if root != NONE:
             place = walk(core, source, root)
         if place.at < n:

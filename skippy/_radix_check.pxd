@@ -53,7 +53,7 @@ cdef inline list prove_shape(const Core* core, dict roots, dict names):
         while child != NONE:
             below = &core.nodes[child]
             hold_true(below.parent == x and below.root == node.root, "a child knows its parent and its root", child)
-            hold_true(below.begin == node.end and below.end > below.begin, "an edge begins where its parent ends", child)
+            hold_true(below.begin == node.end < below.end, "an edge begins where its parent ends", child)
             hold_true(find_child(&core.table, x, edge_of(core, below)[0]) == child, "the table has each child", child)
             hold_true(previous == NONE or below.previous == previous, "siblings are linked both ways", child)
             hold_true(held or below.holder == NONE, "children with a holder stand in front", child)

@@ -15,9 +15,9 @@ cdef extern from *:
     #include "longintrepr.h"
     #endif
 
-    /* Where the ints of CPython 3.10 to 3.14 keep what matters here: the word behind the type is 1 (until 3.11, ob_size)
-       or 8 (from 3.12, lv_tag) for a positive int of one digit, that is, 1 .. 2**30 - 1.  On others nothing is such an
-       int, and each is asked for its value. */
+    /* Where the ints of CPython 3.10 to 3.14 keep what matters here: the word behind the type is 1 (until 3.11,
+       ob_size) or 8 (from 3.12, lv_tag) for a positive int of one digit, that is, 1 .. 2**30 - 1.  Elsewhere no int
+       counts as such, and each is asked for its value. */
     #if PY_VERSION_HEX >= 0x030F0000
     #define SKIPPY_ONE_DIGIT 0
     #define SKIPPY_DIGIT(item) 0
