@@ -20,7 +20,7 @@ cdef class RadixTree:
     cdef int read(self, object sequence, Source* source) except -1
     cdef int find(self, str namespace, object tokens, Place* place, Py_ssize_t* n) except -1
     cdef int grow_places(self, Match found, int32_t room) except -1
-    cdef Node add(self, str namespace, Source* source)
+    cdef Node add(self, str namespace, Source* source, Node made)
     cdef Node handle(self, int32_t x)
     cdef Span span(self, int32_t e)
     cdef object drop_entry(self, int32_t e)

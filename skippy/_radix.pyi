@@ -13,7 +13,7 @@ A node stays as long as it has a payload, is protected by a lock, has two childr
 neither locked, given a payload, nor discarded since.  One that nothing keeps is removed if it is a leaf, and merged
 into its only child otherwise, unless a segment begins or ends there; the child's handles stay valid.
 
-One thread at a time: the caller holds a lock per context.
+One thread at a time: the caller holds a lock per context, and no payload's finaliser calls the tree.
 """
 
 from collections.abc import Sequence

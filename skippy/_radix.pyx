@@ -361,6 +361,7 @@ cdef class RadixTree:
         """The node that ends exactly at these tokens, made if need be.  O(tokens)."""
         cdef Source source
         cdef Py_buffer view
+        cdef Node made = Node.__new__(Node)
         if PyObject_CheckBuffer(tokens):
             view_of(tokens, &view)
             try:
@@ -370,22 +371,22 @@ cdef class RadixTree:
                     for index in range(source.n):
                         if source.data[index] < 0:
                             raise negative_token(source.data[index], index)
-                return self.add(namespace, &source)
+                return self.add(namespace, &source, made)
             finally:
                 PyBuffer_Release(&view)
         tokens = as_sequence(tokens)
         self.read(tokens, &source)
         fill(&source, source.n)
         if source.end == source.n:
-            return self.add(namespace, &source)
+            return self.add(namespace, &source, made)
         tokens, error = plain(tokens)
         if error is not None:
             raise error
         return self.insert(namespace, tokens)
 
-    cdef Node add(self, str namespace, Source* source):
+    cdef Node add(self, str namespace, Source* source, Node made):
+        """Insert; `made` becomes the handle.  It is given because making an object may run the garbage collector."""
         cdef Core* core = &self.core
-        cdef Node made = Node.__new__(Node)
         cdef Place place
         cdef int32_t root, buffer = NONE, n = <int32_t> source.n
         if source.n == 0:
