@@ -332,6 +332,16 @@ def test_a_segment_may_span_several_edges(tree: Any) -> None:
 
 
 def test_what_a_segment_held_apart_is_merged_when_it_goes(tree: Any) -> None:
+    above = store(tree, [1, 2], "logits")
+    node = store(tree, [1, 2, 3, 4], "segment")
+    tree.put(node, "resident", "r")
+    tree.take(above, "logits")
+    assert (len(tree), above.alive) == (2, True)  # a segment begins there
+    tree.take(node, "segment")
+    assert (len(tree), above.alive, tree.tokens(node).tolist()) == (1, False, [1, 2, 3, 4])
+
+
+def test_what_a_segment_ended_at_is_merged_when_it_goes(tree: Any) -> None:
     bottom = store(tree, [1, 2, 3, 4], "segment", start=0)
     side = store(tree, [1, 2, 9])
     below = store(tree, [1, 2, 3, 4, 5])

@@ -86,6 +86,14 @@ class TreeAndTwin(RuleBasedStateMachine):
         taken = self.both("take", self.nodes[pick % len(self.nodes)], kind)
         assert taken is None or taken[0] == taken[1]
 
+    @rule(pick=PICK, kind=KIND)
+    def take_any(self, pick: int, kind: str) -> None:
+        """One that is there, so that the call seldom fails."""
+        pairs = list(zip(*self.both("entries", kind), strict=True))
+        if pairs:
+            taken = self.both("take", pairs[pick % len(pairs)], kind)
+            assert taken is None or taken[0] == taken[1]
+
     @rule(kind=KIND)
     def evict(self, kind: str) -> None:
         victims = self.both("victim", kind)
@@ -211,11 +219,21 @@ TestTreeAndTwin.settings = settings(
 
 
 # Hypothesis shrinks what it finds, but draws short sequences; these are long, and fill and empty the tree by turns.
-ACTIONS = {"insert": 4, "insert_near": 12, "put": 24, "take": 8, "evict": 4, "touch": 4, "discard": 6, "lock": 10}
-ACTIONS |= {"unlock": 10, "clear": 0.2}
+ACTIONS = {
+    "insert": 4,
+    "insert_near": 12,
+    "put": 24,
+    "take": 2,
+    "take_any": 14,
+    "evict": 4,
+    "touch": 4,
+    "discard": 6,
+    "lock": 6,
+}
+ACTIONS |= {"unlock": 8, "clear": 0.2}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_long_sequences(seed: int) -> None:
     random = Random(seed)
     machine = TreeAndTwin()
@@ -223,7 +241,8 @@ def test_long_sequences(seed: int) -> None:
     for step in range(220):
         emptying = step % 80 > 60
         weights = [
-            w * (3 if emptying and name in ("take", "evict", "unlock", "discard") else 1) for name, w in ACTIONS.items()
+            w * (3 if emptying and name in ("take_any", "evict", "unlock", "discard") else 1)
+            for name, w in ACTIONS.items()
         ]
         name = random.choices(names, weights)[0]
         pick, tokens = random.randrange(2**16), [random.choice([0, 0, 0, 1, 1, 2]) for _ in range(random.randint(1, 9))]
@@ -235,6 +254,8 @@ def test_long_sequences(seed: int) -> None:
             machine.insert(namespace, tokens, random.choice(CONTAINERS))
         elif name == "evict":
             machine.evict(kind)
+        elif name == "take_any":
+            machine.take_any(pick, kind)
         elif name == "clear":
             machine.clear(namespace)
         elif machine.nodes:
