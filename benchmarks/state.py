@@ -107,7 +107,9 @@ def main() -> None:
     options = parser.parse_args()
     model = Model(options.model or packaged_model())
     rows = [measure(model, n, options.rounds) for n in LENGTHS]
-    table = Table(title=f"saved state, {model.description}, ms and percent of memcpy, medians of {options.rounds} rounds")
+    table = Table(
+        title=f"saved state, {model.description}, ms and percent of memcpy, medians of {options.rounds} rounds"
+    )
     table.add_column("step")
     for row in rows:
         table.add_column(f"{row['tokens']:.0f} tokens, {row['bytes'] / 1e6:.1f} MB", justify="right")
@@ -121,7 +123,9 @@ def main() -> None:
     model.close()
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "rows": rows}, indent=1))
+        options.json.write_text(
+            json.dumps({"machine": platform.processor() or platform.machine(), "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -65,5 +65,5 @@ BUILD = f"{_text('llama_version')}-{_text('ggml_commit')}"
 #: Size and field offsets of the batch structure as the wrapper declares it; `_llama` compares its own.
 BATCH_LAYOUT = (
     ctypes.sizeof(_wrapper.llama_batch),
-    tuple((name, getattr(_wrapper.llama_batch, name).offset) for name, _ in _wrapper.llama_batch._fields_),
+    tuple((name, getattr(_wrapper.llama_batch, name).offset) for name, *_ in _wrapper.llama_batch._fields_),
 )

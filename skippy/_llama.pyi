@@ -1,7 +1,12 @@
 """Types of the compiled link to libllama; see `_llama.pyx` for what each call costs and refuses."""
 
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import Buffer
-from typing import Literal
+
+Tokens: TypeAlias = npt.NDArray[np.int32] | Buffer
 
 PARTIAL: int
 SEQ_LIMIT: int
@@ -24,6 +29,4 @@ class Context:
     def save(self, seq: int, out: Buffer, flags: int = 0) -> int: ...
     def load(self, seq: int, data: Buffer, flags: int = 0) -> None: ...
     def synchronize(self) -> None: ...
-    def decode(
-        self, seq: int, start: int, tokens: Buffer, outputs: Literal["none", "last", "all"] = "last"
-    ) -> int: ...
+    def decode(self, seq: int, start: int, tokens: Tokens, outputs: Literal["none", "last", "all"] = "last") -> int: ...

@@ -22,7 +22,7 @@ cdef class RadixTree:
     cdef int grow_places(self, Match found, int32_t room) except -1
     cdef Node add(self, str namespace, Source* source, Node made)
     cdef Node handle(self, int32_t x)
-    cdef Span span(self, int32_t e)
+    cdef Span span(self, int32_t e, int32_t reach)
     cdef object drop_entry(self, int32_t e)
     cdef int forget_empty(self, int32_t root) except -1
 
@@ -48,6 +48,7 @@ cdef class Span:
     cdef readonly Node node
     cdef readonly int start
     cdef readonly int end
+    cdef readonly int reach
     cdef readonly object payload
 
 

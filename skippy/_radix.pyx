@@ -143,11 +143,12 @@ cdef class RadixTree:
         cdef Radix* node = &self.core.nodes[x]
         return new_handle(self, x, node.generation, node.end, <str> self.names[node.root])
 
-    cdef Span span(self, int32_t e):
+    cdef Span span(self, int32_t e, int32_t reach):
         cdef Span span = Span.__new__(Span)
         span.node = self.handle(self.core.entries[e].node)
         span.start = self.core.entries[e].start
         span.end = span.node.length
+        span.reach = reach
         span.payload = self.payloads[e]
         return span
 
@@ -253,8 +254,8 @@ cdef class RadixTree:
                 e = core.nodes[x].segment
                 if e == NONE:
                     gap = core.nodes[x].begin
-                elif e != last:
-                    spans.append(self.span(e))
+                elif e != last:  # the deepest edge of it on this path: below, the segment goes another way
+                    spans.append(self.span(e, min(core.nodes[x].end, <int32_t> place.at)))
                     last = e
                 x = core.nodes[x].parent
             if spans:
@@ -529,7 +530,7 @@ cdef class RadixTree:
         while self.core.nodes[x].parent != NONE:
             e = self.core.nodes[x].segment
             if e != NONE and e != last:
-                spans.append(self.span(e))
+                spans.append(self.span(e, self.core.nodes[x].end))
                 last = e
             x = self.core.nodes[x].parent
         spans.reverse()

@@ -47,25 +47,26 @@ cdef class Lock:
 
 @cython.final
 cdef class Span:
-    """A segment on a path: saved state of the tokens [start, end), carried by `node`, which ends at `end`."""
+    """A segment on a path: saved state of the tokens [start, end), of which [start, reach) lie on the path asked for."""
 
-    def __init__(self, Node node not None, int start, int end, payload):
+    def __init__(self, Node node not None, int start, int end, int reach, payload):
         self.node = node
         self.start = start
         self.end = end
+        self.reach = reach
         self.payload = payload
 
     def __eq__(self, other):
         if type(other) is not Span:
             return NotImplemented
         return (self.node == other.node and self.start == other.start and self.end == other.end
-                and self.payload == other.payload)
+                and self.reach == other.reach and self.payload == other.payload)
 
     def __hash__(self):
         return hash((self.node, self.start, self.end))
 
     def __repr__(self):
-        return f"Span({self.node!r}, {self.start}, {self.end}, {self.payload!r})"
+        return f"Span({self.node!r}, {self.start}, {self.end}, {self.reach}, {self.payload!r})"
 
 
 @cython.final

@@ -19,46 +19,31 @@ cdef extern from *:
        ob_size) or 8 (from 3.12, lv_tag) for a positive int of one digit, that is, 1 .. 2**30 - 1.  Elsewhere no int
        counts as such, and each is asked for its value. */
     #if PY_VERSION_HEX >= 0x030F0000
-    #define SKIPPY_ONE_DIGIT 0
+    #define SKIPPY_NOT_ONE_DIGIT(item) 1
     #define SKIPPY_DIGIT(item) 0
     #elif PY_VERSION_HEX >= 0x030C0000
-    #define SKIPPY_ONE_DIGIT 8
+    #define SKIPPY_NOT_ONE_DIGIT(item) (((PyLongObject *)(item))->long_value.lv_tag ^ 8)
     #define SKIPPY_DIGIT(item) ((int32_t)((PyLongObject *)(item))->long_value.ob_digit[0])
     #else
-    #define SKIPPY_ONE_DIGIT 1
+    #define SKIPPY_NOT_ONE_DIGIT(item) ((uintptr_t)((PyVarObject *)(item))->ob_size ^ 1)
     #define SKIPPY_DIGIT(item) ((int32_t)((PyLongObject *)(item))->ob_digit[0])
     #endif
 
-    /* Convert 16 items without a branch; whether all of them were such ints.  Type and word are
-       compared in one go: 16 bytes from ob_type on. */
-    #if SKIPPY_ONE_DIGIT && defined(__SSE2__) && !defined(Py_GIL_DISABLED)
-    #include <emmintrin.h>
-    static inline int skippy_block(PyObject **items, int32_t *out) {
-        const __m128i wanted = _mm_set_epi64x(SKIPPY_ONE_DIGIT, (long long)(intptr_t)&PyLong_Type);
-        __m128i same = _mm_set1_epi32(-1);
-        for (int k = 0; k < 16; k++) {
-            const __m128i head = _mm_loadu_si128((const __m128i *)(const void *)&items[k]->ob_type);
-            same = _mm_and_si128(same, _mm_cmpeq_epi32(head, wanted));
-            out[k] = SKIPPY_DIGIT(items[k]);
-        }
-        return _mm_movemask_epi8(same) == 0xFFFF;
-    }
-    #else
-    static inline int skippy_block(PyObject **items, int32_t *out) {
-        uintptr_t odd = !SKIPPY_ONE_DIGIT;
-        for (int k = 0; k < 16; k++) {
-            odd |= ((uintptr_t)Py_TYPE(items[k]) ^ (uintptr_t)&PyLong_Type)
-                 | ((uintptr_t)((PyVarObject *)items[k])->ob_size ^ SKIPPY_ONE_DIGIT);
-            out[k] = SKIPPY_DIGIT(items[k]);
-        }
-        return odd == 0;
-    }
-    #endif
-
-    /* Convert whole blocks of the first `n` items up to one that needs a closer look; how many items that were. */
+    /* Convert whole blocks of 16 of the first `n` items, up to one with an item that needs a closer look; how many
+       items that were.  There is no branch per item: what is no int is replaced by False, which is laid out like one
+       and has no digits, since of another object nothing behind the type may be read. */
     static inline Py_ssize_t skippy_small_ints(PyObject **items, int32_t *out, Py_ssize_t n) {
         Py_ssize_t done = 0;
-        while (n - done >= 16 && skippy_block(items + done, out + done)) done += 16;
+        for (; n - done >= 16; done += 16) {
+            uintptr_t odd = 0;
+            for (int k = 0; k < 16; k++) {
+                PyObject *item = items[done + k];
+                item = Py_TYPE(item) == &PyLong_Type ? item : Py_False;
+                odd |= (uintptr_t)SKIPPY_NOT_ONE_DIGIT(item);
+                out[done + k] = SKIPPY_DIGIT(item);
+            }
+            if (odd) break;
+        }
         return done;
     }
 

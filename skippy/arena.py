@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 from bisect import bisect_left, insort
+from contextlib import suppress
 
 __all__ = ["ALIGNMENT", "Arena", "Block"]
 
@@ -66,10 +67,8 @@ class Arena:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         region = mmap.mmap(-1, size, flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with suppress(OSError):  # a kernel without large pages
                 region.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without large pages
-                pass
         return region
 
     def _add_gap(self, start: int, size: int) -> None:

@@ -191,17 +191,18 @@ class Cache:
         finally:
             for lock in reversed(locks):
                 self.tree.unlock(lock)
-        if failure and (part := failure[1]) is not None:
+        if failure:
             self.space.failures["restore"] += 1
-            if part.tier == "ram":
-                self.space.drop_segment(part.node, "corrupt")
-            else:
-                self.space.drop_resident(part.node)
+            bad = failure[1]
+            if bad is not None and bad.tier == "ram":
+                self.space.drop_segment(bad.node, "corrupt")
+            elif bad is not None:
+                self.space.drop_resident(bad.node)
         return failure
 
     def _execute_part(self, lease: Lease, part: Part, tokens: Tokens) -> None:
         if part.tier == "resident":
-            self.pool.append(self.tree.get(part.node, "resident"), lease.lane, 0, part.end)
+            self.pool.append(self.space.sequence_of(part.node), lease.lane, 0, part.end)
             # From now on the lane holds these cells too: they count once, whatever residents come and go.
             lease.lock = self.tree.lock(self.tree.insert(lease.namespace, tokens[: part.end]), cells=True)
             lease.held = lease.length = part.end
@@ -281,12 +282,12 @@ class Cache:
         guard = self.tree.lock(holder, shared) if holder is not None else None
         try:
             # A holder whose whole path is the head of this one grows: its id goes on, none is spent.
-            seq = self.tree.get(holder, "resident") if holder is not None and grows else self._resident_id()
+            seq = self.space.sequence_of(holder) if holder is not None and grows else self._resident_id()
             if seq is None:
                 return
             try:
                 if holder is not None and not grows:
-                    self.pool.append(self.tree.get(holder, "resident"), seq, 0, shared)
+                    self.pool.append(self.space.sequence_of(holder), seq, 0, shared)
                 self.pool.append(lease.lane, seq, shared, len(tokens))
             except NativeError:
                 if not grows:
@@ -409,12 +410,12 @@ class Cache:
         self.tree.check()
         self.store.arena.check()
         residents = self.tree.entries("resident")
-        ids = [self.tree.get(node, "resident") for node in residents]
+        ids = [self.space.sequence_of(node) for node in residents]
         assert len(set(ids)) == len(ids), "two entries of the tree share a sequence id"
         for node, seq in zip(residents, ids, strict=True):
             assert self.pool.length(seq) == node.length, f"sequence {seq} and its entry differ in length"
         for lease in self._leases:
             assert self.pool.length(lease.lane) == lease.length, f"lane {lease.lane} and its lease differ in length"
-        used = sum(self.tree.get(node, "segment").nbytes for node in self.tree.entries("segment"))
+        used = sum(self.space.segment_of(node).nbytes for node in self.tree.entries("segment"))
         assert used == self.store.arena.used, "the tree's segments are not the arena's blocks"
         assert self.space.cells_in_use <= self.pool.n_cells, "more cells are in use than there are"

@@ -49,7 +49,7 @@ def packaged_model() -> Path:
 @app.command()
 def demo(
     model: Annotated[Path | None, typer.Option(help="A GGUF model; without it SmolLM2 from its package.")] = None,
-    n_ctx: Annotated[int, typer.Option(help="Cells of the pool.")] = 2048,
+    n_ctx: Annotated[int, typer.Option(help="Cells of the pool; few, so that RAM is used too.")] = 1536,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer at most.", min=1)] = 40,
     threads: Annotated[int | None, typer.Option(help="Threads of llama.cpp; all by default.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the plot (ttft.png) and the data (demo.json).")] = None,
@@ -66,6 +66,8 @@ def demo(
     from skippy.demo.show import as_data, tables, verdict
 
     console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = 132
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
@@ -79,9 +81,7 @@ def demo(
                 f"{row.ttft_cold_ms:.0f} -> {row.ttft_ms:.0f} ms",
             )  # fmt: skip
 
-        outcome = play(
-            model or packaged_model(), n_ctx=n_ctx, max_tokens=max_tokens, n_threads=threads, on_row=on_row
-        )
+        outcome = play(model or packaged_model(), n_ctx=n_ctx, max_tokens=max_tokens, n_threads=threads, on_row=on_row)
     data = as_data(outcome)
     if not as_json:
         console.print(tables(outcome))

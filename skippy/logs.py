@@ -44,5 +44,5 @@ if log.level == logging.NOTSET:
 
 
 def route_llama_log() -> None:
-    """Send llama.cpp's log to the logger "skippy.llama": `logging.getLogger("skippy.llama").setLevel("DEBUG")` shows it."""
+    """Send llama.cpp's log to the logger "skippy.llama"; setting that logger's level to DEBUG shows it."""
     lib.llama_log_set(_callback, ctypes.c_void_p(0))

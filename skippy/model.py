@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import blake3
 import numpy as np
@@ -46,7 +47,7 @@ class AdapterFile:
 
     @classmethod
     def read(cls, spec: str | os.PathLike[str] | tuple[str | os.PathLike[str], float]) -> AdapterFile:
-        """From a path, or a pair of path and scale.  The digest is taken now, so that another file under one name differs."""
+        """From a path, or a pair of path and scale.  The digest is taken now: another file under one name differs."""
         path, scale = spec if isinstance(spec, tuple) else (spec, 1.0)
         if not Path(path).is_file():
             raise ModelError(f"lora: there is no file {os.fspath(path)!r}")
@@ -85,19 +86,19 @@ class Model:
             raise ModelError(f"model_path: {self.path!r} has no decoder that generates text token by token")
 
     @property
-    def _live(self) -> lib.llama_model_p:
+    def _live(self) -> Any:
         if self._model is None:
             raise ValueError(f"the model {self.path!r} is closed")
         return self._model
 
     @property
-    def vocab(self) -> lib.llama_vocab_p:
+    def vocab(self) -> Any:
         """llama.cpp's vocabulary, for samplers."""
         return lib.llama_model_get_vocab(self._live)
 
     @property
     def family(self) -> str:
-        """"dense", "window", "recurrent" or "hybrid", as the loaded model says of itself."""
+        """What the loaded model says of itself: "dense", "window", "recurrent" or "hybrid"."""
         if lib.llama_model_is_recurrent(self._live):
             return "recurrent"
         if lib.llama_model_is_hybrid(self._live):
@@ -128,7 +129,7 @@ class Model:
         return text.decode("utf-8", "replace") if text else None
 
     def tokenize(self, text: str, *, add_bos: bool = True, special: bool = True) -> list[int]:
-        """Token ids of `text`.  `add_bos` adds what the model's own settings add; `special` reads "<|im_start|>" as one token."""
+        """Token ids of `text`.  `add_bos`: with what the model's settings add; `special`: read control tokens."""
         raw = text.encode("utf-8")
         room = len(raw) + 16
         while True:
@@ -146,12 +147,12 @@ class Model:
                 raise ValueError(f"token {token} is not in the vocabulary (0 to {self.n_vocab - 1})")
             room = 64
             while True:
-                buffer = (ctypes.c_char * room)()
+                buffer = ctypes.create_string_buffer(room)
                 n = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
                 if n >= 0:
                     break
                 room = -n
-            found = self._pieces[token, special] = bytes(buffer[:n])
+            found = self._pieces[token, special] = buffer.raw[:n]
         return found
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -251,7 +252,7 @@ class ModelContext:
         self.sequences = Context(address, unified=True, owner=self)
 
     @property
-    def live(self) -> lib.llama_context_p:
+    def live(self) -> Any:
         """llama.cpp's context.  ValueError if it is closed."""
         if self.pointer is None:
             raise ValueError("this context is closed")

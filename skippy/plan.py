@@ -57,9 +57,9 @@ def make_plan(match: Match, prompt_tokens: int, *, min_tokens: int, speeds: Spee
     for span in match.segments:
         if span.start > length or length >= wanted:
             break
-        if span.end <= length:
+        end = min(span.reach, wanted)
+        if end <= length:
             continue
-        end = min(span.end, wanted)
         if not speeds.worth_restoring(span.payload.nbytes, end - length):
             worthless = True
             break

@@ -31,8 +31,10 @@ def _expect(condition: bool, why: str) -> None:
         raise _Refused(why)
 
 
-def probe(context: NativeContext, *, bos: int, unified: bool, first: int = 0, second: int = 1, n: int = 8) -> Capability:
-    """Decode `n` tokens on sequence `first` and try what reuse needs: slicing, saving, restoring beside another sequence.
+def probe(
+    context: NativeContext, *, bos: int, unified: bool, first: int = 0, second: int = 1, n: int = 8
+) -> Capability:
+    """Decode `n` tokens on sequence `first` and try what reuse needs: slicing, saving, restoring beside another.
 
     `first` and `second` must be empty and are empty afterwards.  Whatever fails is the reason in `unable`; the
     calls come in an order in which none of them can abort.
@@ -85,7 +87,9 @@ def _try(context: NativeContext, bos: int, first: int, second: int, n: int) -> C
     context.load(second, whole)
     _expect(context.seq_pos_max(second) == n - 1, "a restored sequence does not end where it was saved")
     _expect(np.array_equal(without_ids(_save(context, second)), without_ids(whole)), "a restored sequence differs")
-    _expect(np.array_equal(without_ids(_save(context, first)), without_ids(whole)), "restoring changed another sequence")
+    _expect(
+        np.array_equal(without_ids(_save(context, first)), without_ids(whole)), "restoring changed another sequence"
+    )
     per_token = (len(whole) - len(head)) // (n - half)
     _expect(
         len(head) - empty > 0 and len(head) + len(tail) - len(whole) == len(whole) - n * per_token,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ContextManager, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +65,7 @@ class Request:
         stops: tuple[str, ...],
         max_tokens: int | None,
         record: bool,
-        step: Callable[[], ContextManager[object]],
+        step: Callable[[], AbstractContextManager[object]],
         begin: Callable[[], Lease],
         end: Callable[[Lease, Tokens | None], None],
     ) -> None:

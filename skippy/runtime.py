@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from skippy._binding import BUILD, VERSION
 from skippy.cache import Cache, Lease
-from skippy.config import CacheConfig, ResidentCacheConfig, StageConfig
 from skippy.config import Adapter as AdapterIdentity
+from skippy.config import CacheConfig, ResidentCacheConfig, StageConfig
 from skippy.errors import LanesBusy, PromptTooLong
 from skippy.identity import KvIdentity, MessageBase
 from skippy.model import AdapterFile, Model
@@ -82,22 +82,24 @@ class Runtime:
         self.n_threads = _usable_cpus() if n_threads is None else n_threads
         self.model = Model(model_path, n_gpu_layers=n_gpu_layers)
         try:
-            stage = StageConfig(
-                model_id=Path(model_path).name,
-                model_path=self.model.path,
-                ctx_size=n_ctx,
-                lane_count=lanes,
-                layer_end=self.model.n_layer,
-                n_batch=n_batch,
-                n_ubatch=n_ubatch,
-                n_gpu_layers=n_gpu_layers,
-                cache_type_k=type_k,
-                cache_type_v=type_v,
-                flash_attn_type=flash_attn,
-                swa_full=swa_full,
-                adapters=tuple(AdapterIdentity(digest=a.digest, scale=a.scale) for a in adapters),
-                llama_build=BUILD,
-                kv_cache=config,
+            stage = StageConfig.model_validate(
+                {
+                    "model_id": Path(model_path).name,
+                    "model_path": self.model.path,
+                    "ctx_size": n_ctx,
+                    "lane_count": lanes,
+                    "layer_end": self.model.n_layer,
+                    "n_batch": n_batch,
+                    "n_ubatch": n_ubatch,
+                    "n_gpu_layers": n_gpu_layers,
+                    "cache_type_k": type_k,
+                    "cache_type_v": type_v,
+                    "flash_attn_type": flash_attn,
+                    "swa_full": swa_full,
+                    "adapters": tuple(AdapterIdentity(digest=a.digest, scale=a.scale) for a in adapters),
+                    "llama_build": BUILD,
+                    "kv_cache": config,
+                }
             )
             caps = ResidentCacheConfig.from_stage(stage, config)
             unable = None if self.model.family == "dense" else f"reuse for {self.model.family} models is not built yet"
@@ -151,9 +153,7 @@ class Runtime:
     def generate(self, prompt: Prompt, *, stream: Literal[False] = False, **options: Any) -> Completion: ...
     @overload
     def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[Chunk]: ...
-    def generate(
-        self, prompt: Prompt, *, stream: bool = False, **options: Any
-    ) -> Completion | Iterator[Chunk]:
+    def generate(self, prompt: Prompt, *, stream: bool = False, **options: Any) -> Completion | Iterator[Chunk]:
         """Go on from `prompt`: text, or token ids.  `options` are those of `request`.
 
         With `stream` an iterator of chunks, which may be closed at any time; else a Completion.
@@ -319,9 +319,7 @@ class Runtime:
     def _begin(self, namespace: str, tokens: Tokens, reuse: bool, room: int) -> Lease:
         me = threading.get_ident()
         with self._step():
-            while (
-                lease := self.cache.begin(self.namespace_hash(namespace), tokens, reuse=reuse, room=room)
-            ) is None:
+            while (lease := self.cache.begin(self.namespace_hash(namespace), tokens, reuse=reuse, room=room)) is None:
                 if list(self._owners.values()).count(me) == len(self._owners):
                     raise LanesBusy(f"all {self._lanes} lanes are held by streams that this thread keeps open")
                 self._lock.wait()

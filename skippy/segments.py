@@ -53,22 +53,24 @@ class RamStore:
         O(bytes).  StateError or NativeError where llama.cpp fails; then nothing is kept.
         """
         began = time.perf_counter()
-        with pool.capture(src, start, end) as temp:
-            size = pool.context.state_size(temp)
-            if not self.arena.fits(size):
-                return None
-            block = self.arena.allocate(size) or (make_room(size) if make_room else None)
-            if block is None:
-                return None
-            try:
+        block: Block | None = None
+        try:
+            with pool.capture(src, start, end) as temp:
+                size = pool.context.state_size(temp)
+                if not self.arena.fits(size):
+                    return None
+                block = self.arena.allocate(size) or (make_room(size) if make_room else None)
+                if block is None:
+                    return None
                 written = pool.context.save(temp, block.view)
                 if written != size:
                     raise StateError(f"the state of sequence {src} took {written} bytes, {size} were announced")
-                check_positions(block.view, start, end)
-                checksum = xxhash.xxh3_64_intdigest(block.view)
-            except BaseException:
+            check_positions(block.view, start, end)
+            checksum = xxhash.xxh3_64_intdigest(block.view)
+        except BaseException:
+            if block is not None:
                 self.arena.free(block)
-                raise
+            raise
         self.seconds_saving += time.perf_counter() - began
         self.bytes_saved += size
         return Segment(start, end, block, checksum)

@@ -31,7 +31,14 @@ class Space:
     """
 
     def __init__(
-        self, tree: RadixTree, pool: Pool, store: RamStore, *, lane_cells: Callable[[], int], keep_saved: bool, emit: Emit
+        self,
+        tree: RadixTree,
+        pool: Pool,
+        store: RamStore,
+        *,
+        lane_cells: Callable[[], int],
+        keep_saved: bool,
+        emit: Emit,
     ) -> None:
         self.tree = tree
         self.pool = pool
@@ -47,6 +54,20 @@ class Space:
         """Cells of the pool that hold something: of residents (shared ones once), of lanes, and lost ones."""
         return self.tree.cells + self._lane_cells() + self.pool.lost_cells
 
+    def sequence_of(self, node: Node) -> int:
+        """The sequence id of the resident at `node`.  KeyError if it has none."""
+        seq = self.tree.get(node, "resident")
+        if seq is None:
+            raise KeyError(f"{node!r} has no resident")
+        return int(seq)
+
+    def segment_of(self, node: Node) -> Segment:
+        """The segment that `node` carries.  KeyError if it has none."""
+        segment = self.tree.get(node, "segment")
+        if not isinstance(segment, Segment):
+            raise KeyError(f"{node!r} has no segment")
+        return segment
+
     def make_cells(self, needed: int) -> None:
         """Let unlocked residents leave until `needed` more cells are free.  ContextFull if that is not enough."""
         while self.cells_in_use + needed > self.pool.n_cells:
@@ -61,8 +82,7 @@ class Space:
         node = self.tree.victim("resident")
         if node is None:
             return False
-        seq = self.tree.get(node, "resident")
-        self.save_path(node, seq)
+        self.save_path(node, self.sequence_of(node))
         self.drop_resident(node)
         self.evictions[f"resident:{reason}"] += 1
         self._emit("evict", tier="resident", reason=reason, tokens=node.length)
@@ -70,9 +90,8 @@ class Space:
 
     def drop_resident(self, node: Node) -> None:
         """Free the cells of a resident, then its entry.  If they cannot be freed, its id is set aside."""
-        seq = self.tree.get(node, "resident")
         try:
-            self.pool.give_back(seq)
+            self.pool.give_back(self.sequence_of(node))
         except NativeError:  # the pool has set it aside and counts its cells as lost
             self.failures["drop"] += 1
         self.tree.take(node, "resident")
@@ -94,7 +113,7 @@ class Space:
         for span in self.tree.segments(node):
             if span.start > position:
                 gaps.append((position, span.start))
-            position = max(position, span.end)
+            position = max(position, span.reach)
         if position < node.length:
             gaps.append((position, node.length))
         return gaps
@@ -171,7 +190,7 @@ class Space:
 
     def drop_segment(self, node: Node, reason: str) -> None:
         """Free the memory of a segment, then its entry."""
-        segment = self.tree.get(node, "segment")
+        segment = self.segment_of(node)
         length = segment.end - segment.start
         self.tree.take(node, "segment")
         self.store.drop(segment)

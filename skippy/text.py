@@ -18,16 +18,16 @@ def as_stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 class TextStream:
-    """Takes the bytes of tokens and gives out text that is final.
+    r"""Takes the bytes of tokens and gives out text that is final.
 
     Text is held back while it is half a character or could be the beginning of a stop text.  `text` is all
     that was given out; once `stopped`, it ends right before the stop text.
 
     >>> stream = TextStream(("END",))
-    >>> stream.feed(b"caf\\xc3"), stream.feed(b"\\xa9 E"), stream.feed(b"ND of"), stream.stopped
-    ('caf', '\u00e9 ', '', True)
+    >>> stream.feed(b"caf\xc3"), stream.feed(b"\xa9 E"), stream.feed(b"ND of"), stream.stopped
+    ('caf', 'é ', '', True)
     >>> stream.text
-    'caf\u00e9 '
+    'café '
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:

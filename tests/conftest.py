@@ -18,7 +18,9 @@ from skippy.demo.evidence import ColdRuns, Witness
 from skippy.model import Model, ModelContext
 from skippy.pool import Pool
 
-THREADS = int(os.environ.get("TEST_THREADS", "2"))  # 1 where something else keeps a core busy: two that spin are ten times slower
+THREADS = int(
+    os.environ.get("TEST_THREADS", "2")
+)  # 1 where something else keeps a core busy: two that spin are ten times slower
 N_CTX = 2048
 
 
@@ -98,7 +100,9 @@ def state_of(context: ModelContext, seq: int) -> bytearray:
     return out
 
 
-def evaluate(context: ModelContext, seq: int, start: int, tokens: list[int] | npt.NDArray[np.int32], *ends: int) -> None:
+def evaluate(
+    context: ModelContext, seq: int, start: int, tokens: list[int] | npt.NDArray[np.int32], *ends: int
+) -> None:
     """Decode `tokens` of `seq` from `start`, in pieces of at most n_batch that end at `ends` and at the end."""
     array = np.asarray(tokens, np.int32)
     begin = 0

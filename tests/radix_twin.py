@@ -74,6 +74,7 @@ class Span:
     node: Node
     start: int
     end: int
+    reach: int
     payload: Any
 
 
@@ -159,12 +160,14 @@ class RadixTree:
     def node(self, namespace: str, path: Path) -> Node:
         return Node(self, namespace, path, self.spaces[namespace][path])
 
-    def span(self, namespace: str, path: Path, entry: Entry) -> Span:
-        return Span(self.node(namespace, path), entry.start, len(path), entry.payload)
-
-    def spans(self, namespace: str, paths: list[Path]) -> tuple[Span, ...]:
-        covers = [self.cover(namespace, path) for path in paths]
-        return tuple(dict.fromkeys(self.span(namespace, *cover) for cover in covers if cover))
+    def spans(self, namespace: str, edges: list[Path], length: int) -> tuple[Span, ...]:
+        """The segments over these edges of a path, of which `length` tokens are asked for."""
+        reach: dict[Path, int] = {}
+        for edge in edges:
+            if cover := self.cover(namespace, edge):
+                reach[cover[0]] = min(len(edge), length)
+        found = ((path, self.spaces[namespace][path].entries["segment"]) for path in reach)
+        return tuple(Span(self.node(namespace, p), e.start, len(p), reach[p], e.payload) for p, e in found)
 
     # Look up
 
@@ -197,7 +200,7 @@ class RadixTree:
             matched,
             self.node(namespace, holder) if common(holder, path) else None,
             common(holder, path),
-            self.spans(namespace, edges),
+            self.spans(namespace, edges, matched),
             segment_length,
             tuple(self.node(namespace, edge) for edge in whole if "checkpoint" in space[edge].entries),
             self.node(namespace, path) if not goes_on and path in space and "logits" in space[path].entries else None,
@@ -339,7 +342,8 @@ class RadixTree:
         return self.own(node).place.entries["segment"].start
 
     def segments(self, node: Node) -> tuple[Span, ...]:
-        return self.spans(node.namespace, self.edges(self.own(node).namespace, node.path, node.length))
+        edges = self.edges(self.own(node).namespace, node.path, node.length)
+        return self.spans(node.namespace, edges, node.length)
 
     # Recency and locks
 

@@ -301,10 +301,12 @@ def test_a_payload_is_given_out_once(tree: Any) -> None:
 def test_a_segment_covers_both_halves_after_a_split(tree: Any) -> None:
     node = store(tree, list(range(10)), "segment", "s")
     side = store(tree, [0, 1, 2, 3, 99], "segment", "t")
-    span = (node, 0, 10, "s")
-    assert [(s.node, s.start, s.end, s.payload) for s in tree.segments(side)] == [span, (side, 4, 5, "t")]
+    span = (node, 0, 10, 4, "s")  # it holds ten tokens, and four of them are this path's
+    assert [(s.node, s.start, s.end, s.reach, s.payload) for s in tree.segments(side)] == [span, (side, 4, 5, 5, "t")]
     found = tree.match("n", [0, 1, 2, 3, 99, 100])
-    assert [(s.node, s.start, s.end, s.payload) for s in found.segments] == [span, (side, 4, 5, "t")]
+    assert [(s.node, s.start, s.end, s.reach, s.payload) for s in found.segments] == [span, (side, 4, 5, 5, "t")]
+    assert [s.reach for s in tree.match("n", [0, 1, 2, 77]).segments] == [3]
+    assert [s.reach for s in tree.match("n", [0, 1, 2, 3, 4, 5, 66]).segments] == [6]
     assert found.segment_length == 5
     tree.take(node, "segment")  # and its upper half with it
     found = tree.match("n", [0, 1, 2, 3, 99])
@@ -325,7 +327,7 @@ def test_a_segment_may_span_several_edges(tree: Any) -> None:
             tree.put(second, "segment", "x", start=start)
     tree.put(first, "segment", "r", start=0)
     found = tree.match("n", [1, 2, 3, 4, 5])
-    assert [(s.start, s.end) for s in found.segments] == [(0, 2), (2, 6)]
+    assert [(s.start, s.end, s.reach) for s in found.segments] == [(0, 2, 2), (2, 6, 5)]
     assert (found.segment_length, tree.start(third)) == (5, 2)
     with pytest.raises(KeyError):
         tree.start(second)

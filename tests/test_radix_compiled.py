@@ -312,11 +312,11 @@ def test_handles_describe_themselves() -> None:
     span = tree.segments(node)[0]
     assert repr(node) == "<Node 2 tokens in 'n'>"
     assert repr(lock) == "<Lock 2 tokens of <Node 2 tokens in 'n'>>"
-    assert repr(span) == "Span(<Node 2 tokens in 'n'>, 0, 2, 'p')"
+    assert repr(span) == "Span(<Node 2 tokens in 'n'>, 0, 2, 2, 'p')"
     assert (
-        span == Span(node, 0, 2, "p"),
-        span == Span(node, 0, 1, "p"),
-        hash(span) == hash(Span(node, 0, 2, "p")),
+        span == Span(node, 0, 2, 2, "p"),
+        span == Span(node, 0, 1, 1, "p"),
+        hash(span) == hash(Span(node, 0, 2, 2, "p")),
     ) == (
         True,
         False,

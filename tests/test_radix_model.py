@@ -57,7 +57,7 @@ class TreeAndTwin(RuleBasedStateMachine):
         )
 
     def span(self, span: Any) -> Any:
-        return self.place(span.node), span.start, span.end, span.payload
+        return self.place(span.node), span.start, span.end, span.reach, span.payload
 
     @rule(namespace=NAMESPACES, tokens=TOKENS, container=st.sampled_from(CONTAINERS))
     def insert(self, namespace: str, tokens: list[int], container: Callable[[list[int]], Any]) -> None:

@@ -52,7 +52,11 @@ def test_stop_texts_are_checked() -> None:
         as_stops(["a", ""])
 
 
-@given(st.text(alphabet="abé☃", max_size=30), st.lists(st.text(alphabet="abé☃", min_size=1, max_size=4), max_size=3), st.data())
+@given(
+    st.text(alphabet="abé☃", max_size=30),
+    st.lists(st.text(alphabet="abé☃", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
 def test_however_the_bytes_are_cut(text: str, stops: list[str], data: st.DataObject) -> None:
     raw = text.encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))

@@ -1,1 +1,1 @@
-"""The demonstration: conversations over one system prompt, each request cold and with reuse, and every claim checked."""
+"""The demonstration: conversations over one system prompt, each request cold and with reuse, all checked."""

@@ -106,7 +106,7 @@ class ColdRuns:
         self._n_batch = n_batch
 
     def answer(self, prompt: Tokens, max_tokens: int) -> ColdAnswer:
-        """The greedy answer.  The first batch of a context pays for its buffers, so a short one goes before the clock."""
+        """The greedy answer.  The first batch of a context pays for its buffers: a short one goes before the clock."""
         context = self._model.new_context(flash_attn=self._flash_attn, **self._settings)  # type: ignore[arg-type]
         sampler = Sampler(self._model)
         try:

@@ -114,7 +114,7 @@ class _Player:
 def play(
     model_path: str | os.PathLike[str],
     *,
-    n_ctx: int = 2048,
+    n_ctx: int = 1536,
     max_tokens: int = 40,
     n_threads: int | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
@@ -124,7 +124,9 @@ def play(
     `n_ctx` is chosen small, so that conversations leave the pool and come back from RAM.
     """
     rows: list[Row] = []
-    with Runtime(model_path, n_ctx=n_ctx, n_threads=n_threads, lanes=1, cache=CacheConfig(mode="lookup-record")) as runtime:
+    with Runtime(
+        model_path, n_ctx=n_ctx, n_threads=n_threads, lanes=1, cache=CacheConfig(mode="lookup-record")
+    ) as runtime:
         player = _Player(runtime, max_tokens)
         sessions = {name: runtime.session(SYSTEM) for name in CONVERSATIONS}
         before: dict[tuple[str, int], Session] = {}

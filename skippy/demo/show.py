@@ -18,22 +18,26 @@ def _answer(row: Row) -> str:
         return "same"
     if row.parting is None:
         return "?"
-    kind = "near tie" if row.parting.near_tie else "DIFFERS"
-    return f"{kind} at {row.parting.index}: gap {row.parting.gap:.2f}, noise {row.parting.noise:.2f}"
+    kind = "near tie" if row.parting.near_tie else "DIFFERS"  # the gap of the two tokens beside the noise, in logits
+    return (
+        f"{kind}, token {row.parting.index}: {row.parting.gap:.2f} < {row.parting.noise:.2f}"
+        if row.parting.near_tie
+        else f"{kind}, token {row.parting.index}: {row.parting.gap:.2f} > {row.parting.noise:.2f}"
+    )
 
 
 def _state(row: Row) -> str:
     if row.rows_checked == 0:
         return "-"
-    return f"{row.rows_checked} equal" if row.rows_wrong == 0 else f"{row.rows_wrong} of {row.rows_checked} WRONG"
+    return "equal" if row.rows_wrong == 0 else f"{row.rows_wrong} of {row.rows_checked} WRONG"
 
 
 def tables(outcome: Outcome) -> RenderableType:
     """One line per request, then totals and memory."""
-    table = Table(title="each request: cold, and with skippy")
-    for name in ("request", "prompt", "reused", "resident", "RAM", "evaluated", "TTFT cold", "TTFT", "ratio"):
+    table = Table(title="each request: prompt tokens, time to first token in ms cold and with skippy, and the checks")
+    for name in ("request", "prompt", "reused", "pool", "RAM", "evaluated", "cold", "skippy", "ratio"):
         table.add_column(name, justify="left" if name == "request" else "right", no_wrap=True)
-    table.add_column("restored = evaluated")
+    table.add_column("state")
     table.add_column("greedy answer")
     for row in outcome.rows:
         table.add_row(
@@ -43,8 +47,8 @@ def tables(outcome: Outcome) -> RenderableType:
             str(row.by_tier["resident"]),
             str(row.by_tier["ram"]),
             str(row.evaluated_tokens),
-            f"{row.ttft_cold_ms:.0f} ms",
-            f"{row.ttft_ms:.0f} ms",
+            f"{row.ttft_cold_ms:.0f}",
+            f"{row.ttft_ms:.0f}",
             f"{row.ttft_cold_ms / row.ttft_ms:.1f}",
             _state(row),
             _answer(row),
@@ -53,8 +57,8 @@ def tables(outcome: Outcome) -> RenderableType:
     table.add_section()
     table.add_row(
         "all", str(totals["prompt_tokens"]), str(totals["cached_tokens"]), "", "", str(totals["evaluated_tokens"]),
-        f"{totals['ttft_cold_ms']:.0f} ms", f"{totals['ttft_ms']:.0f} ms",
-        f"{totals['ttft_cold_ms'] / totals['ttft_ms']:.1f}", "", f"{totals['same_answers']} of {len(outcome.rows)} same",
+        f"{totals['ttft_cold_ms']:.0f}", f"{totals['ttft_ms']:.0f}",
+        f"{totals['ttft_cold_ms'] / totals['ttft_ms']:.1f}", "", f"{totals['same_answers']} the same",
     )  # fmt: skip
     memory = outcome.memory
     held = Table(title="memory")
@@ -99,9 +103,7 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
     return {
         "ok": not outcome.failures,
         "failures": outcome.failures,
-        "requests": [
-            asdict(row) | {"near_tie": row.parting.near_tie if row.parting else None} for row in outcome.rows
-        ],
+        "requests": [asdict(row) | {"near_tie": row.parting.near_tie if row.parting else None} for row in outcome.rows],
         "totals": totals_of(outcome),
         "memory": outcome.memory,
         "machine": outcome.machine,

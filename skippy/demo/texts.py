@@ -44,8 +44,8 @@ Tools. You can call tools by writing one line that holds a JSON object with the 
 nothing else on that line. After the line you stop, and the result will be given to you as the next message.
 - find_bicycles takes "kind" (one of city, touring, electric, cargo, child), "date" (year-month-day) and "count", and \
 returns how many are free on that day.
-- make_booking takes "name", "kind", "date", "days" and "count", and returns a booking number of six digits. Never call \
-it before the guest has agreed to the price.
+- make_booking takes "name", "kind", "date", "days" and "count", and returns a booking number of six digits. Never \
+call it before the guest has agreed to the price.
 - cancel_booking takes "number" and returns the charge in euros, which may be zero.
 - weather takes "date", at most five days ahead, and returns the wind in knots, the rain in millimetres and whether \
 there is a storm warning.
