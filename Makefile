@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 STAMPS := $(VENV)/stamps
 FLAGS := vendor/build-flags $(wildcard vendor/build-flags.$(shell uname -m))
-SOURCES := setup.py pyproject.toml $(wildcard skippy/*.pyx skippy/*.pxd)
+SOURCES := setup.py pyproject.toml $(wildcard skippy/*.pyx skippy/*.pxd skippy/*.pxi)
 
 .PHONY: demo test lint bench clean clean-wheel
 .DELETE_ON_ERROR:

@@ -1,0 +1,118 @@
+"""Reading saved states: against states of a real context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skippy.errors import StateError
+from skippy.layout import check_positions, read_cells, read_rows, v_transposed, without_ids
+from skippy.model import ModelContext
+from tests.conftest import evaluate, state_of, words
+
+Fresh = Callable[..., ModelContext]
+KINDS: list[dict[str, Any]] = [
+    {"flash_attn": "on"},
+    {"flash_attn": "off"},
+    {"flash_attn": "on", "type_k": "q8_0", "type_v": "q4_0"},
+]
+
+
+@pytest.mark.parametrize("settings", KINDS)
+def test_rows_of_a_range_are_those_of_the_whole(fresh: Fresh, settings: dict[str, Any]) -> None:
+    context = fresh(**settings)
+    evaluate(context, 0, 0, words(48))
+    whole = state_of(context, 0)
+    rows = read_rows(whole)
+    assert rows.shape[0] == 48
+    assert v_transposed(whole) is (settings["flash_attn"] == "off")
+    context.sequences.seq_cp(0, 1, 10, 31)
+    part = state_of(context, 1)
+    check_positions(part, 10, 31)
+    assert np.array_equal(read_rows(part), rows[10:31])
+    assert len({row.tobytes() for row in rows}) == 48
+    # 30 layers, one K and one V row of 3 x 64 values each.
+    per_value = {"on": 2 + 2, "off": 2 + 2}[settings["flash_attn"]] if "type_k" not in settings else 34 / 32 + 18 / 32
+    assert rows.shape[1] == 30 * 192 * per_value
+
+
+def test_a_flipped_byte_shows_in_the_row_of_its_token(fresh: Fresh) -> None:
+    context = fresh()
+    evaluate(context, 0, 0, words(20))
+    state = state_of(context, 0)
+    rows = read_rows(state)
+    body = read_cells(state).body + 8 + 12
+    state[body + 7 * 384 + 5] ^= 1  # the seventh K row of the first layer: 192 values of two bytes
+    assert [i for i in range(20) if not np.array_equal(read_rows(state)[i], rows[i])] == [7]
+
+
+def test_cells_out_of_order_are_put_in_order(fresh: Fresh) -> None:
+    """A sequence in the gaps of others is saved in the order of the pool."""
+    context = fresh(n_ctx=256)
+    c = context.sequences
+    for seq in range(4):
+        evaluate(context, seq, 0, words(64, seq))
+    c.seq_rm(2)
+    c.seq_rm(0)
+    tokens = words(100, 9)
+    evaluate(context, 5, 0, tokens[:64])
+    evaluate(context, 5, 64, tokens[64:])
+    state = state_of(context, 5)
+    check_positions(state, 0, 100)
+    other = fresh(n_ctx=256)
+    evaluate(other, 0, 0, tokens, 64)
+    assert read_rows(state).shape == read_rows(state_of(other, 0)).shape
+    c.seq_rm(1)
+    c.seq_rm(3)
+    c.load(6, state)
+    assert np.array_equal(read_rows(state_of(context, 6)), read_rows(state))
+
+
+def test_two_saves_of_one_state_differ_in_the_ids_alone(fresh: Fresh) -> None:
+    context = fresh()
+    evaluate(context, 0, 0, words(30))
+    context.sequences.seq_cp(0, 6)
+    one, two = state_of(context, 0), state_of(context, 6)
+    assert one != two
+    assert np.array_equal(without_ids(one), without_ids(two))
+    assert int((np.frombuffer(one, np.uint8) != np.frombuffer(two, np.uint8)).sum()) == 31  # the header and each cell
+
+
+def test_positions_are_named_when_they_are_others(fresh: Fresh) -> None:
+    context = fresh()
+    evaluate(context, 0, 0, words(30))
+    state = state_of(context, 0)
+    check_positions(state, 0, 30)
+    with pytest.raises(StateError, match="30 cells at positions 0 to 29, expected 0 to 30"):
+        check_positions(state, 0, 31)
+    with pytest.raises(StateError, match="30 cells at positions 0 to 29, expected 1 to 29"):
+        check_positions(state, 1, 30)
+    empty = bytearray(context.sequences.state_size(5))
+    context.sequences.save(5, empty)
+    with pytest.raises(StateError, match="0 cells at positions none, expected 0 to 29"):
+        check_positions(empty, 0, 30)
+    assert v_transposed(empty) is None
+    assert read_rows(empty).shape == (0, 0)
+
+
+def test_what_is_no_state_is_named(fresh: Fresh) -> None:
+    context = fresh()
+    evaluate(context, 0, 0, words(30))
+    state = state_of(context, 0)
+    for damaged, message in (
+        (b"", "0 bytes is shorter than its header"),
+        (state[:12], "12 bytes is shorter"),
+        (b"GGUF" + state[4:], "begins with 0x46554747, expected 0xaf143cd8"),
+        (state[:8] + b"\x02" + state[9:], "has 2 streams"),
+        (state[:12] + b"\xff\xff\xff\x7f" + state[16:], "the 2147483647 cells of a saved state"),
+        (state[:100], "the 30 cells of a saved state of 100 bytes"),
+    ):
+        with pytest.raises(StateError, match=message):
+            read_cells(bytes(damaged))
+    with pytest.raises(StateError, match=f"{len(state) - 1} bytes ends inside its rows"):
+        read_rows(state[:-1])
+    with pytest.raises(StateError, match=f"has {len(state) + 1} bytes, {len(state)} of them are attention rows"):
+        read_rows(bytes(state) + b"x")
