@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from skippy._radix import Lock, Match, Node, RadixTree
 from skippy.config import CacheConfig
-from skippy.errors import Locked, NativeError, StateError
+from skippy.errors import ContextFull, Locked, NativeError, StateError
 from skippy.history import PartingHistory
 from skippy.plan import Part, Plan, make_plan
 from skippy.pool import Pool
@@ -178,6 +178,8 @@ class Cache:
             for part in plan.parts:
                 try:
                     self._execute_part(lease, part, tokens)
+                except ContextFull:  # other requests hold the cells: go on from what is there
+                    break
                 except StateError as error:
                     failure = ("corrupt", part)
                     log.warning("stored state failed its check and is dropped: %s", error)
@@ -208,11 +210,12 @@ class Cache:
             lease.held = lease.length = part.end
             return
         segment = part.payload
-        self.space.make_cells(segment.end - segment.start)  # all of it is loaded before it is cut
+        self.space.make_cells(part.end - part.start)
         began = time.perf_counter()
         self.store.restore(self.pool, segment, lease.lane, part.start, part.end)
-        self.speeds.restored(segment.block.size, time.perf_counter() - began)
-        self._emit("restore", tier="ram", tokens=part.end - part.start, bytes=segment.block.size)
+        nbytes = part.nbytes
+        self.speeds.restored(nbytes, time.perf_counter() - began)
+        self._emit("restore", tier="ram", tokens=part.end - part.start, bytes=nbytes)
 
     def _clean(self, lease: Lease) -> None:
         """Empty the lane of a lease and forget what it shared."""

@@ -14,6 +14,7 @@ written into the bytes, so two saves of one state differ there and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,9 @@ import numpy.typing as npt
 
 from skippy.errors import StateError
 
-__all__ = ["MAGIC", "Cells", "check_positions", "read_cells", "read_rows", "v_transposed", "without_ids"]
+Bytes = npt.NDArray[np.uint8]
+
+__all__ = ["MAGIC", "Cells", "check_positions", "cut", "read_cells", "read_rows", "v_transposed", "without_ids"]
 
 MAGIC = 0xAF143CD8
 _PLAIN, _EXTENDED = 3, 6  # 32-bit words per cell
@@ -61,7 +64,7 @@ def read_cells(state: Any) -> Cells:
     raise StateError(f"the {n} cells of a saved state of {data.size} bytes cannot be read")
 
 
-def _plausible_body(data: npt.NDArray[np.uint8], offset: int, n: int) -> bool:
+def _plausible_body(data: Bytes, offset: int, n: int) -> bool:
     if n == 0:
         return True
     if offset + 8 > data.size:
@@ -89,7 +92,7 @@ def v_transposed(state: Any) -> bool | None:
     return bool(np.frombuffer(state, np.uint8)[cells.body : cells.body + 4].view("<u4")[0])
 
 
-def without_ids(state: Any) -> npt.NDArray[np.uint8]:
+def without_ids(state: Any) -> Bytes:
     """A copy of a saved state with the sequence ids in it set to 0: equal states give equal bytes."""
     data = np.frombuffer(state, np.uint8).copy()
     cells = read_cells(data)
@@ -99,7 +102,40 @@ def without_ids(state: Any) -> npt.NDArray[np.uint8]:
     return data
 
 
-def read_rows(state: Any) -> npt.NDArray[np.uint8]:
+@dataclass(frozen=True)
+class _Block:
+    """K or V of one layer: `width` columns of `element` bytes each for every cell; V can lie column by column."""
+
+    header: slice
+    data: slice
+    element: int
+    columns: int
+    transposed: bool
+
+
+def _blocks(data: Bytes, cells: Cells) -> Iterator[_Block]:
+    """The attention blocks of a state, in order.  StateError where it does not end where its layout says."""
+    n = cells.positions.size
+    transposed, layers = (int(word) for word in data[cells.body : cells.body + 8].view("<u4"))
+    offset = cells.body + 8
+    for i in range(2 * layers):
+        by_column = bool(transposed) and i >= layers
+        header = slice(offset, offset + 12)
+        if header.stop > data.size:
+            raise StateError(f"a saved state of {data.size} bytes ends inside its rows, at {header.stop}")
+        if by_column:
+            _, element, columns = (int(word) for word in data[header].view("<u4"))
+        else:
+            element, columns = int(data[header][4:].view("<u8")[0]), 1
+        offset = header.stop + n * element * columns
+        if offset > data.size:
+            raise StateError(f"a saved state of {data.size} bytes ends inside its rows, at {offset}")
+        yield _Block(header, slice(header.stop, offset), element, columns, by_column)
+    if offset != data.size:
+        raise StateError(f"a saved state has {data.size} bytes, {offset} of them are attention rows")
+
+
+def read_rows(state: Any) -> Bytes:
     """What attention keeps of each token: uint8 [n, bytes per token], ordered by position.  O(bytes).
 
     K and V of all layers, as they lie in the state; equal rows mean equal memory of that token.
@@ -110,29 +146,44 @@ def read_rows(state: Any) -> npt.NDArray[np.uint8]:
     n = cells.positions.size
     if n == 0:
         return np.empty((0, 0), np.uint8)
-    transposed, layers = (int(word) for word in data[cells.body : cells.body + 8].view("<u4"))
-    offset = cells.body + 8
     parts = []
-
-    def take(size: int) -> npt.NDArray[np.uint8]:
-        nonlocal offset
-        if offset + size > data.size:
-            raise StateError(f"a saved state of {data.size} bytes ends inside its rows, at {offset + size}")
-        piece = data[offset : offset + size]
-        offset += size
-        return piece
-
-    for _ in range(layers):
-        row = int(take(12)[4:].view("<u8")[0])
-        parts.append(take(n * row).reshape(n, row))
-    for _ in range(layers):
-        if transposed:
-            _, element, width = (int(word) for word in take(12).view("<u4"))
-            columns = take(n * element * width).reshape(width, n, element)
-            parts.append(columns.transpose(1, 0, 2).reshape(n, width * element))
-        else:
-            row = int(take(12)[4:].view("<u8")[0])
-            parts.append(take(n * row).reshape(n, row))
-    if offset != data.size:
-        raise StateError(f"a saved state has {data.size} bytes, {offset} of them are attention rows")
+    for block in _blocks(data, cells):
+        grid = data[block.data].reshape(block.columns, n, block.element)
+        parts.append(grid.transpose(1, 0, 2).reshape(n, block.columns * block.element))
     return np.concatenate(parts, axis=1)[np.argsort(cells.positions, kind="stable")]
+
+
+def cut(state: Any, start: int, end: int, out: Bytes | None = None) -> Bytes:
+    """The saved state of the tokens [start, end) alone, out of a saved state that holds them.  O(bytes of the cut).
+
+    It is what llama.cpp would have saved of that range, byte for byte but for sequence ids.  Written into `out`
+    (uint8, long enough) where one is given; returns the part of it that was written.  StateError where the state
+    does not hold exactly one cell for each of these positions.
+    """
+    data = np.frombuffer(state, np.uint8)
+    cells = read_cells(data)
+    n, wanted = cells.positions.size, end - start
+    chosen = np.flatnonzero((cells.positions >= start) & (cells.positions < end))
+    if wanted < 1 or not np.array_equal(np.sort(cells.positions[chosen]), np.arange(start, end, dtype=np.int32)):
+        raise StateError(f"a saved state holds {chosen.size} of the cells [{start}, {end}), expected {wanted}")
+    in_a_row = chosen[-1] - chosen[0] + 1 == wanted
+    pick: Any = slice(int(chosen[0]), int(chosen[-1]) + 1) if in_a_row else chosen
+    blocks = list(_blocks(data, cells))
+    size = _HEADER + 4 * cells.words * wanted + 8
+    size += sum(12 + wanted * block.element * block.columns for block in blocks)
+    target = np.empty(size, np.uint8) if out is None else out[:size]
+    target[:_HEADER] = data[:_HEADER]
+    target[12:_HEADER].view("<u4")[0] = wanted
+    offset = _HEADER + 4 * cells.words * wanted
+    table = data[_HEADER : cells.body].view("<i4").reshape(n, cells.words)
+    target[_HEADER:offset].view("<i4").reshape(wanted, cells.words)[:] = table[pick]
+    target[offset : offset + 8] = data[cells.body : cells.body + 8]
+    offset += 8
+    for block in blocks:
+        target[offset : offset + 12] = data[block.header]
+        offset += 12
+        stop = offset + wanted * block.element * block.columns
+        grid = data[block.data].reshape(block.columns, n, block.element)
+        target[offset:stop].reshape(block.columns, wanted, block.element)[:] = grid[:, pick]
+        offset = stop
+    return target

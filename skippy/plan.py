@@ -13,13 +13,14 @@ __all__ = ["Part", "Plan", "make_plan"]
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens [start, end), to be taken from what `node` carries: its resident, or its segment in RAM."""
+    """The tokens [start, end), about `nbytes`, to be taken from the resident or the segment that `node` carries."""
 
     tier: str  # "resident" or "ram"
     node: Node
     payload: Any
     start: int
     end: int
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,11 @@ def make_plan(match: Match, prompt_tokens: int, *, min_tokens: int, speeds: Spee
         end = min(span.reach, wanted)
         if end <= length:
             continue
-        if not speeds.worth_restoring(span.payload.nbytes, end - length):
+        nbytes = span.payload.nbytes * (end - length) // (span.end - span.start)
+        if not speeds.worth_restoring(nbytes, end - length):
             worthless = True
             break
-        parts.append(Part("ram", span.node, span.payload, length, end))
+        parts.append(Part("ram", span.node, span.payload, length, end, nbytes))
         length = end
     if not parts:
         return Plan((), matched, "not_worth_it" if worthless else "evicted_recently")

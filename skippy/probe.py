@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skippy.errors import SkippyError
-from skippy.layout import check_positions, v_transposed, without_ids
+from skippy.layout import check_positions, cut, v_transposed, without_ids
 from skippy.pool import NativeContext
 
 __all__ = ["Capability", "probe"]
@@ -94,6 +94,10 @@ def _try(context: NativeContext, bos: int, first: int, second: int, n: int) -> C
     _expect(
         len(head) - empty > 0 and len(head) + len(tail) - len(whole) == len(whole) - n * per_token,
         "the sizes of saved states do not add up",
+    )
+    _expect(
+        np.array_equal(without_ids(cut(whole, half, n)), without_ids(tail)),
+        "a saved state cannot be cut at a token: its layout is not the known one",
     )
     transposed = v_transposed(whole)
     return Capability(None, None if transposed is None else not transposed, per_token)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import xxhash
 
 from skippy.arena import Arena, Block
 from skippy.errors import StateError
-from skippy.layout import check_positions
+from skippy.layout import check_positions, cut
 from skippy.pool import Pool
 
 __all__ = ["RamStore", "Segment"]
@@ -43,6 +45,7 @@ class RamStore:
         self.seconds_restoring = 0.0
         self.bytes_saved = 0
         self.bytes_restored = 0
+        self._scratch = np.empty(0, np.uint8)  # where a segment is cut; as large as the largest that was
 
     def save(
         self, pool: Pool, src: int, start: int, end: int, make_room: Callable[[int], Block | None] | None = None
@@ -89,18 +92,22 @@ class RamStore:
         """
         began = time.perf_counter()
         self.verify(segment)
-        if start == segment.start == 0:
-            pool.context.load(dst, segment.block.view)
-            if end < segment.end:
-                pool.trim(dst, end)
+        state: Any = segment.block.view
+        if (start, end) != (segment.start, segment.end):
+            # Cut here, not in the pool: there it would take cells for tokens that nobody asked for.
+            if self._scratch.size < segment.block.size:
+                self._scratch = np.empty(segment.block.size, np.uint8)
+            state = cut(state, start, end, self._scratch)
+        if start == 0:
+            pool.context.load(dst, state)
         else:
             with pool.scratch() as temp:
-                pool.context.load(temp, segment.block.view)
+                pool.context.load(temp, state)
                 pool.append(temp, dst, start, end)
         if pool.context.seq_pos_min(dst) != 0 or pool.length(dst) != end:
             raise StateError(f"sequence {dst} has {pool.length(dst)} tokens after a restore, expected {end}")
         self.seconds_restoring += time.perf_counter() - began
-        self.bytes_restored += segment.block.size
+        self.bytes_restored += len(state)
 
     def drop(self, segment: Segment) -> None:
         """Give the memory of a segment back."""

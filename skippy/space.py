@@ -107,6 +107,8 @@ class Space:
         for start, end in self._unsaved(node):
             target = node if end == node.length else self.tree.insert(node.namespace, self.tree.tokens(node)[:end])
             self._save_range(target, seq, start, end)
+        if node.alive:
+            self.tree.discard(node)  # which does nothing unless it was made for this and carries nothing
 
     def _unsaved(self, node: Node) -> list[tuple[int, int]]:
         gaps, position = [], 0

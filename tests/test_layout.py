@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from skippy.errors import StateError
-from skippy.layout import check_positions, read_cells, read_rows, v_transposed, without_ids
+from skippy.layout import check_positions, cut, read_cells, read_rows, v_transposed, without_ids
 from skippy.model import ModelContext
 from tests.conftest import evaluate, state_of, words
 
@@ -116,3 +116,40 @@ def test_what_is_no_state_is_named(fresh: Fresh) -> None:
         read_rows(state[:-1])
     with pytest.raises(StateError, match=f"has {len(state) + 1} bytes, {len(state)} of them are attention rows"):
         read_rows(bytes(state) + b"x")
+
+
+@pytest.mark.parametrize("settings", KINDS)
+def test_a_cut_is_what_llama_cpp_saves_of_the_range(fresh: Fresh, settings: dict[str, Any]) -> None:
+    context = fresh(**settings)
+    c = context.sequences
+    evaluate(context, 0, 0, words(48))
+    whole = state_of(context, 0)
+    room = np.full(len(whole), 0xAA, np.uint8)
+    for start, end in ((0, 48), (0, 1), (0, 20), (20, 48), (47, 48), (7, 31)):
+        c.seq_cp(0, 1, start, end)
+        expected = without_ids(state_of(context, 1))
+        c.seq_rm(1)
+        assert np.array_equal(without_ids(cut(whole, start, end)), expected)
+        assert np.array_equal(without_ids(cut(whole, start, end, room)), expected)
+        c.load(2, cut(whole, start, end))
+        assert (c.seq_pos_min(2), c.seq_pos_max(2)) == (start, end - 1)
+        c.seq_rm(2)
+    for start, end in ((0, 49), (48, 49), (5, 5), (9, 3)):
+        with pytest.raises(StateError, match=rf"of the cells \[{start}, {end}\), expected {end - start}"):
+            cut(whole, start, end)
+
+
+def test_a_cut_of_cells_out_of_order(fresh: Fresh) -> None:
+    context = fresh(n_ctx=256)
+    c = context.sequences
+    for seq in range(4):
+        evaluate(context, seq, 0, words(64, seq))
+    c.seq_rm(2)
+    evaluate(context, 5, 0, words(64, 9))
+    c.seq_rm(0)
+    evaluate(context, 5, 64, words(30, 10))
+    state = state_of(context, 5)
+    positions = read_cells(state).positions
+    assert positions.tolist() != sorted(positions.tolist())
+    assert np.array_equal(read_rows(cut(state, 50, 80)), read_rows(state)[50:80])
+    check_positions(cut(state, 50, 80), 50, 80)

@@ -117,7 +117,9 @@ def test_going_on_alike() -> None:
     assert goes_on_alike(clock, answer)
     assert goes_on_alike(array((1, 30), (9, 40)), array((9, 40)))  # a part that was dropped
     assert not goes_on_alike(array((1, 41)), array((2, 41)))
-    assert not goes_on_alike(array((1, 20), (9, 15)), array((2, 20), (9, 15)))  # a run of 15 is a template's, not a text's
+    assert not goes_on_alike(
+        array((1, 20), (9, 15)), array((2, 20), (9, 15))
+    )  # a run of 15 is a template's, not a text's
     assert goes_on_alike(array((1, 1), (9, 4)), array((2, 1), (9, 4)))  # short tails: all of the rest
     assert not goes_on_alike(array((1, 1)), array((2, 1)))
 
