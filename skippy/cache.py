@@ -172,7 +172,9 @@ class Cache:
 
     def _execute(self, lease: Lease, plan: Plan, tokens: Tokens) -> tuple[str, Part | None] | None:
         """Restore `plan` into the lane.  None if it worked; else why not, and the part that is to blame, if one is."""
-        locks = [self.tree.lock(part.node, min(part.end, part.node.length)) for part in plan.parts]
+        # The resident part comes first and needs no room, so nothing can be evicted before it is taken.
+        saved = [part for part in plan.parts if part.tier != "resident"]
+        locks = [self.tree.lock(part.node, min(part.end, part.node.length)) for part in saved]
         failure: tuple[str, Part | None] | None = None
         try:
             for part in plan.parts:
@@ -282,7 +284,7 @@ class Cache:
         """Make the lane's first tokens a resident; what another resident holds of them is taken from it."""
         holder, shared = match.resident, match.resident_length
         grows = holder is not None and holder.length == shared
-        guard = self.tree.lock(holder, shared) if holder is not None else None
+        guard = self.tree.lock(holder) if holder is not None else None  # it must not leave for the new one's id
         try:
             # A holder whose whole path is the head of this one grows: its id goes on, none is spent.
             seq = self.space.sequence_of(holder) if holder is not None and grows else self._resident_id()

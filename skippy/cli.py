@@ -28,13 +28,19 @@ EXIT_FAILED = 1  # a check failed
 EXIT_USAGE = 2  # bad arguments, a model that cannot be loaded
 
 
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(skippy.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    del version  # its callback has dealt with it
 
 
 def packaged_model() -> Path:
@@ -51,6 +57,7 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="A GGUF model; without it SmolLM2 from its package.")] = None,
     n_ctx: Annotated[int, typer.Option(help="Cells of the pool; few, so that RAM is used too.")] = 1536,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer at most.", min=1)] = 40,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation.", min=1, max=4)] = 4,
     threads: Annotated[int | None, typer.Option(help="Threads of llama.cpp; all by default.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the plot (ttft.png) and the data (demo.json).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the data as JSON and nothing else.")] = False,
@@ -72,7 +79,7 @@ def demo(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
     with progress:
-        task = progress.add_task("loading the model", total=14)
+        task = progress.add_task("loading the model", total=3 * turns + 1 + (turns > 1))
 
         def on_row(row: Row) -> None:
             progress.update(
@@ -81,7 +88,9 @@ def demo(
                 f"{row.ttft_cold_ms:.0f} -> {row.ttft_ms:.0f} ms",
             )  # fmt: skip
 
-        outcome = play(model or packaged_model(), n_ctx=n_ctx, max_tokens=max_tokens, n_threads=threads, on_row=on_row)
+        outcome = play(
+            model or packaged_model(), n_ctx=n_ctx, max_tokens=max_tokens, turns=turns, n_threads=threads, on_row=on_row
+        )
     data = as_data(outcome)
     if not as_json:
         console.print(tables(outcome))

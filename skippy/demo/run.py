@@ -66,9 +66,9 @@ class Outcome:
         return [f"{row.name}: {failure}" for row in self.rows for failure in row.failures]
 
 
-def _turns() -> Iterator[tuple[str, str, int]]:
+def _turns(turns: int) -> Iterator[tuple[str, str, int]]:
     """(conversation, message, turn), the conversations interleaved."""
-    for turn in range(4):
+    for turn in range(turns):
         for name, messages in CONVERSATIONS.items():
             yield name, messages[turn], turn
 
@@ -116,13 +116,17 @@ def play(
     *,
     n_ctx: int = 1536,
     max_tokens: int = 40,
+    turns: int = 4,
     n_threads: int | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Outcome:
-    """Play three conversations of four turns, an edit and a regeneration, each request cold and with reuse.
+    """Play three conversations of `turns` turns, an edit and a regeneration, each request cold and with reuse.
 
-    `n_ctx` is chosen small, so that conversations leave the pool and come back from RAM.
+    ValueError unless `turns` is 1 to 4; with 1 there is no second message to edit.  `n_ctx` is small, so that
+    conversations leave the pool and come back from RAM.
     """
+    if not 1 <= turns <= 4:
+        raise ValueError(f"turns is {turns}, expected 1 to 4")
     rows: list[Row] = []
     with Runtime(
         model_path, n_ctx=n_ctx, n_threads=n_threads, lanes=1, cache=CacheConfig(mode="lookup-record")
@@ -135,15 +139,17 @@ def play(
             rows.append(player.request(name, session, text))
             on_row(rows[-1])
 
-        for name, text, turn in _turns():
+        for name, text, turn in _turns(turns):
             before[name, turn] = sessions[name].fork()
             ask(f"{name} {turn + 1}", sessions[name], text)
         first, *_, last = CONVERSATIONS
-        ask(f"{first} 2 edited", before[first, 1], EDIT)
-        ask(f"{last} 4 again", before[last, 3], CONVERSATIONS[last][3])
+        paths = list(sessions.values())
+        if turns > 1:
+            ask(f"{first} 2 edited", before[first, 1], EDIT)
+            paths.append(before[first, 1])
+        ask(f"{last} {turns} again", before[last, turns - 1], CONVERSATIONS[last][turns - 1])
         runtime.check()
         stats = runtime.stats()
-        paths = [*sessions.values(), before[first, 1]]
         per_token = runtime.capability.bytes_per_token
         memory = {
             "cells": stats["cells"]["resident"],

@@ -1,0 +1,109 @@
+"""What a context can do, and that what it cannot do is switched off with its reason."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import skippy
+from skippy import _llama
+from skippy.errors import StateError
+from skippy.model import ModelContext
+from skippy.probe import Capability, probe
+from tests.conftest import words
+
+Fresh = Callable[..., ModelContext]
+
+
+def test_a_dense_model_on_a_unified_context(fresh: Fresh) -> None:
+    for settings, flash in (
+        ({"flash_attn": "on"}, True),
+        ({"flash_attn": "off"}, False),
+        ({"flash_attn": "auto"}, True),
+    ):
+        context = fresh(**settings)
+        assert probe(context.sequences, bos=1, unified=True) == Capability(None, flash, 23052)
+        assert [context.sequences.seq_pos_max(seq) for seq in range(8)] == [-1] * 8
+
+
+def test_the_pool_is_empty_afterwards(fresh: Fresh) -> None:
+    context = fresh(n_ctx=256)
+    probe(context.sequences, bos=1, unified=True, second=7)
+    assert context.sequences.decode(0, 0, np.array(words(256), np.int32)) == 0
+
+
+class Odd:
+    """A context whose calls are changed one by one."""
+
+    def __init__(self, real: _llama.Context, **calls: Any) -> None:
+        self.real, self.calls = real, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.real, name)
+        change = self.calls.get(name)
+        return (lambda *args, **kwargs: change(found, *args, **kwargs)) if change else found
+
+
+def scribble(real: Any, seq: int, out: Any, flags: int = 0) -> int:
+    written = real(seq, out, flags)
+    if seq == 1:
+        out[-3] ^= 1
+    return int(written)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise StateError("made to fail")
+
+
+def scribble_on_the_first(real: Any, seq: int, data: Any, flags: int = 0) -> None:
+    real(seq, data, flags)
+    changed = bytearray(data)
+    changed[-3] ^= 1
+    real(0, changed, flags)
+
+
+@pytest.mark.parametrize(
+    ("calls", "reason"),
+    [
+        ({"decode": lambda real, *args: -3}, "decoding 8 tokens failed with -3"),
+        ({"save": scribble}, "a copied sequence does not hold what the original does"),
+        ({"save": lambda real, seq, out, flags=0: len(out) - 1}, "bytes, .* were announced"),
+        ({"save": fail}, "a call of llama.cpp failed: made to fail"),
+        ({"seq_rm": lambda real, seq, start=0, end=-1: start == 0 and real(seq)}, "cannot be cut in the middle"),
+        ({"load": lambda real, seq, data, flags=0: None}, "a restored sequence does not end where it was saved"),
+        ({"load": scribble_on_the_first}, "restoring changed another sequence"),
+        ({"state_size": lambda real, seq, flags=0: real(seq, flags) + 64}, "bytes, .* were announced"),
+    ],
+)
+def test_each_thing_that_is_amiss_has_its_reason(fresh: Fresh, calls: dict[str, Any], reason: str) -> None:
+    context = fresh()
+    found = probe(Odd(context.sequences, **calls), bos=1, unified=True)  # type: ignore[arg-type]
+    assert found.unable is not None
+    assert re.search(reason, found.unable), found.unable
+    assert [context.sequences.seq_pos_max(seq) for seq in (0, 1)] == [-1, -1]
+
+
+def test_a_context_that_is_not_unified_is_not_touched(fresh: Fresh) -> None:
+    calls = dict.fromkeys(("decode", "save", "load", "seq_cp", "state_size"), fail)
+    found = probe(Odd(fresh().sequences, **calls), bos=1, unified=False)  # type: ignore[arg-type]
+    assert found == Capability("the context is not unified: copies of sequences cannot be saved")
+
+
+def test_a_model_whose_state_cannot_be_cut_runs_without_reuse_and_says_so(
+    open_runtime: Callable[..., skippy.Runtime], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("skippy.runtime.probe", lambda *args, **kwargs: Capability("a sequence cannot be cut"))
+    with caplog.at_level(logging.WARNING, "skippy"):
+        rt = open_runtime()
+    assert "prefix reuse is off: a sequence cannot be cut" in caplog.text
+    for _ in range(2):
+        reuse = rt.generate(words(40), max_tokens=2).reuse
+        assert (reuse.cached_tokens, reuse.evaluated_tokens, reuse.reason) == (0, 40, "no_checkpoint")
+    assert rt.stats()["unable"] == "a sequence cannot be cut"
+    assert rt.stats()["tree"]["nodes"] == 0
+    assert rt.explain(words(40)).reason == "no_checkpoint"
