@@ -4,6 +4,7 @@
 
 One row per length.  "copy" is llama.cpp's own save or load into or out of memory that stays mapped, "checked" that and
 the checksum, "whole" what skippy does for a range of a path: capture on a scratch sequence, size, header, checksum.
+The pool has 2,048 cells, or four times the length: every call of llama.cpp walks over all of them.
 Each figure is the median over rounds in which all of them take turns; the percentage is memcpy's time over it.
 """
 
@@ -38,7 +39,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def measure(model: Model, n: int, rounds: int) -> dict[str, float]:
-    context = model.new_context(n_ctx=8192, n_seq_max=4, n_threads=2)
+    context = model.new_context(n_ctx=max(2048, 4 * n), n_seq_max=4, n_threads=2)
     sequences = context.sequences
     tokens = np.random.default_rng(n).integers(1000, 20000, n).astype(np.int32)
     for at in range(0, n, 512):

@@ -83,7 +83,8 @@ class ColdAnswer:
 class Parting:
     """Where an answer leaves the cold one: at `index` the cold run prefers its token by `gap`, with `noise` beside it.
 
-    Both in logits; `noise` is the largest difference between two cold runs of the same tokens, cut differently.
+    Both in logits; `noise` is the largest difference that cutting the same tokens in other places, or placing them
+    elsewhere in the pool, makes between cold runs.
     """
 
     index: int
@@ -101,8 +102,15 @@ class ColdRuns:
 
     def __init__(self, model: Model, *, n_ctx: int, n_batch: int, n_threads: int, flash_attn: str) -> None:
         self._model = model
-        self._settings = {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch, "n_threads": n_threads}
+        self._settings = {
+            "n_ctx": n_ctx,
+            "n_batch": n_batch,
+            "n_ubatch": n_batch,
+            "n_threads": n_threads,
+            "n_seq_max": 2,
+        }
         self._flash_attn = flash_attn
+        self._n_ctx = n_ctx
         self._n_batch = n_batch
 
     def answer(self, prompt: Tokens, max_tokens: int) -> ColdAnswer:
@@ -129,13 +137,19 @@ class ColdRuns:
             tokens.pop()
         return ColdAnswer(tokens, ttft)
 
-    def logits(self, tokens: Tokens, cuts: list[int]) -> npt.NDArray[np.float32]:
-        """Logits after the last of `tokens`, evaluated cold in pieces that end at `cuts` and at the end."""
+    def logits(self, tokens: Tokens, cuts: list[int], *, gap: int = 0) -> npt.NDArray[np.float32]:
+        """Logits after the last of `tokens`, evaluated cold in pieces that end at `cuts` and at the end.
+
+        With `gap` so many cells lie free before the first piece, and what comes after it goes there first.
+        """
         context = self._model.new_context(flash_attn=self._flash_attn, **self._settings)  # type: ignore[arg-type]
         try:
+            if gap:
+                context.sequences.decode(1, 0, np.full(gap, tokens[0], np.int32))
             for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
                 for at in range(start, end, self._n_batch):
                     context.sequences.decode(0, at, tokens[at : min(at + self._n_batch, end)])
+                context.sequences.seq_rm(1)
             return context.logits()
         finally:
             context.close()
@@ -154,6 +168,9 @@ class ColdRuns:
         runs = [self.logits(path, single)]
         for cuts in ([len(prompt) // 2, len(prompt) - 1], [len(prompt) * 2 // 3]):
             runs.append(self.logits(path, cuts))
+        tail = min(7, len(prompt) - 1)
+        if tail > 0 and len(path) + tail <= self._n_ctx:
+            runs.append(self.logits(path, [len(prompt) - tail], gap=tail))
         noise = max(float(np.abs(runs[0] - other).max()) for other in runs[1:])
         top = self._choice(cold, index, runs[0])
         other = self._choice(warm, index, runs[0])
