@@ -65,7 +65,7 @@ def main() -> None:
     """Run the command; an error of skippy's own, or of the system's, is one line and exit code 2."""
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     try:
-        app()
+        app(prog_name="skippy")
     except (SkippyError, OSError) as error:
         Console(stderr=True).print(f"skippy: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(EXIT_USAGE)

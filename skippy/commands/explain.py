@@ -206,4 +206,7 @@ def explain(
         data = {"min_tokens": least, "prompts": [asdict(found) for found in findings], "totals": _totals(findings)}
         typer.echo(json.dumps(data))
     else:
-        Console(soft_wrap=True, highlight=False).print(pictures(findings))
+        console = Console(highlight=False)
+        if not console.is_terminal:  # a name is not folded where a program may look for it
+            console.width = 80 + max(len(found.name) for found in findings)
+        console.print(pictures(findings), soft_wrap=True)
