@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,9 @@ from skippy.report import REASONS, ReuseReport
 from skippy.request import Chunk
 
 __all__ = ["COMMANDS", "Terminal", "chat"]
+
+# Control characters but for tab and newline: what a model says must not steer the terminal it is shown on.
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 COMMANDS = {
     "/regenerate": "the last answer again; with a temperature above 0 another one",
@@ -109,12 +113,12 @@ class Terminal:
                 going_on = self.obey(self._ask_for(f"{self.chat.name}> "))
             except EOFError:
                 if self.interactive:
-                    self.console.out()
+                    self.say("")
                 return
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                self.console.out()
+                self.say("")
             except SkippyError as error:
                 if not self.interactive:
                     raise
@@ -154,7 +158,7 @@ class Terminal:
     def show(self, data: Any, picture: RenderableType) -> None:
         """What a command found: a line of JSON, or a picture for people."""
         if self.as_json:
-            self.console.out(json.dumps(data), highlight=False)
+            self.say(json.dumps(data))
         else:
             self.console.print(picture)
 
@@ -162,6 +166,12 @@ class Terminal:
         """Tell a person what was done."""
         if self.interactive:
             self.console.out(text, style="dim", highlight=False)
+
+    def say(self, text: str, end: str = "\n") -> None:
+        """Show text of the conversation as it is; to a person, without characters that steer the terminal."""
+        out = self.console.file  # rich would turn tabs into spaces
+        out.write((_STEERING.sub("", text) if self.interactive else text) + end)
+        out.flush()
 
     def answer(self, chunks: Iterator[Chunk]) -> None:
         """Show an answer while it is made."""
@@ -172,13 +182,13 @@ class Terminal:
                 text += chunk.text
                 finish_reason = chunk.finish_reason
                 if not self.as_json:
-                    self.console.out(chunk.text, end="", highlight=False)
+                    self.say(chunk.text, end="")
         if self.as_json:
             report = self.chat.reuse.as_dict() if begun and self.chat.reuse else None
             data = {"text": text, "finish_reason": finish_reason or "stopped", "reuse": report}
-            self.console.out(json.dumps(data), highlight=False)
+            self.say(json.dumps(data))
         else:
-            self.console.out()
+            self.say("")
         if self.chat.stopped:
             if not self.interactive:
                 raise KeyboardInterrupt
@@ -225,14 +235,14 @@ class Terminal:
         """The conversation so far."""
         del rest
         if self.as_json:
-            self.console.out(json.dumps(self.chat.messages), highlight=False)
+            self.say(json.dumps(self.chat.messages))
             return
         number = 0
         for message in self.chat.messages:
             number += message["role"] == "user"
             who = f"{number}" if message["role"] == "user" else message["role"]
             self.console.out(f"[{who}]", style="bold", highlight=False)
-            self.console.out(message["content"], highlight=False)
+            self.say(message["content"])
 
     def reuse(self, rest: str = "") -> None:
         """The report of the last answer.  ChatError where there is none."""
