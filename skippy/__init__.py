@@ -13,6 +13,7 @@ from skippy.errors import (
     StaleHandle,
     StateError,
 )
+from skippy.llama import Llama, PrefixCache
 from skippy.report import Explanation, ReuseReport
 from skippy.request import Chunk, Completion
 from skippy.runtime import Runtime
@@ -28,9 +29,11 @@ __all__ = [
     "ContextFull",
     "Explanation",
     "LanesBusy",
+    "Llama",
     "Locked",
     "ModelError",
     "NativeError",
+    "PrefixCache",
     "PromptTooLong",
     "ReuseReport",
     "Runtime",

@@ -125,8 +125,11 @@ class Arena:
         if self.used == 0 and self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
-    def close(self) -> None:
-        """Unmap everything.  ValueError while blocks are lent."""
+    def close(self, *, abandon: bool = False) -> None:
+        """Unmap everything.  ValueError while blocks are lent, unless they are abandoned: none can be read then."""
+        if abandon:
+            for block in list(self._lent.values()):
+                self.free(block)
         if self._lent:
             raise ValueError(f"{len(self._lent)} blocks are still lent")
         if self._memory is not None and self._map is not None:

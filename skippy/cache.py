@@ -23,7 +23,7 @@ from skippy.history import PartingHistory
 from skippy.plan import Part, Plan, make_plan
 from skippy.pool import Pool
 from skippy.report import TIERS, Explanation
-from skippy.segments import RamStore
+from skippy.segments import LoadRefused, RamStore
 from skippy.space import Space
 from skippy.speeds import Speeds
 
@@ -48,6 +48,18 @@ class Lease:
     diverged_at: int | None = None
     restore_ms: float = 0.0
     lock: Lock | None = None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a restore failed, and the part of the plan that is to blame, if one is."""
+
+    reason: str
+    part: Part | None
+
+
+class _LaneLost(NativeError):
+    """A lane could not be emptied, and is set aside."""
 
 
 class Observer(Protocol):
@@ -87,6 +99,7 @@ class Cache:
             pool,
             self.store,
             lane_cells=lambda: sum(lease.length - lease.held for lease in self._leases),
+            held_cells=lambda: [lease.held for lease in self._leases],
             keep_saved=self.store.arena.capacity > 0,
             emit=self._emit,
         )
@@ -104,8 +117,12 @@ class Cache:
         return self.config.mode == "disabled" or self.unable is not None
 
     def _emit(self, event: str, **details: Any) -> None:
-        if self._on_event is not None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event(event, details)
+        except Exception:  # somebody else's code: it must not cost the request
+            log.exception("on_event(%r) raised", event)
 
     # -- looking up and restoring -----------------------------------------------------------------------
 
@@ -113,7 +130,8 @@ class Cache:
         """Take a lane and bring back as much of the prompt `tokens` (int32 [n]) as is stored; None if no lane is free.
 
         Afterwards the lane holds tokens[:lease.length] exactly, verified, and there are cells for the rest of the
-        prompt and for `room` tokens more.  ContextFull where they cannot be had (the lane is free again then).
+        prompt, and for `room` tokens more where that can be had, else for one.  ContextFull where not even that can
+        be (the lane is free again then).
         """
         lane = self.pool.take_lane()
         if lane is None:
@@ -130,103 +148,155 @@ class Cache:
                 lease.restore_ms = 1e3 * (time.perf_counter() - began)
             if self.observer is not None:
                 self.observer.restored(lease, tokens)
-            self.reserve(len(tokens) - lease.length + room)
+            needed = len(tokens) - lease.length
+            try:
+                self.reserve(needed + room)
+            except ContextFull:
+                self.reserve(needed + min(room, 1))
+        except _LaneLost:  # it is set aside; another one serves the prompt from zero
+            self.end(lease)
+            return self.begin(namespace, tokens, reuse=False, room=room)
         except BaseException:
             self.end(lease)
             raise
-        self.tokens["prompt"] += len(tokens)
-        for tier, n in lease.by_tier.items():
-            self.tokens[f"cached:{tier}"] += n
-        self.tokens["cached"] += lease.restored
-        self.tokens["evaluated"] += len(tokens) - lease.restored
-        self.reasons[lease.reason] += 1
-        self._emit("lookup", prompt_tokens=len(tokens), cached_tokens=lease.restored, reason=lease.reason)
+        if len(tokens):
+            self.count(len(tokens), lease.by_tier, lease.reason)
         return lease
 
+    def count(self, prompt_tokens: int, by_tier: dict[str, int], reason: str) -> None:
+        """Note in the counters that a prompt was looked up, and tell whoever listens."""
+        cached = sum(by_tier.values())
+        self.tokens["prompt"] += prompt_tokens
+        self.tokens["cached"] += cached
+        self.tokens["evaluated"] += prompt_tokens - cached
+        for tier, n in by_tier.items():
+            self.tokens[f"cached:{tier}"] += n
+        self.reasons[reason] += 1
+        self._emit("lookup", prompt_tokens=prompt_tokens, cached_tokens=cached, reason=reason)
+
+    def lookup(self, namespace: str, tokens: Tokens) -> int:
+        """How many leading tokens of a prompt `begin` would restore now.  Changes nothing."""
+        if self._off_reason():
+            return 0
+        match = self.tree.match(namespace, tokens)
+        return make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds).length
+
     def _restore(self, lease: Lease, tokens: Tokens) -> None:
-        trouble: str | None = None
+        lease.diverged_at = self.note_parting(lease.namespace, tokens)
+        trouble: _Failure | None = None
         while True:
             match = self.tree.match(lease.namespace, tokens)
             plan = make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds)
-            if trouble is None:
-                self._note_parting(lease, match, tokens)
-            bad = self._execute(lease, plan, tokens) if plan.parts else None
-            if bad is None:
+            failure = self._execute(lease, plan, tokens) if plan.parts else None
+            if failure is None:
                 break
-            trouble = bad[0]
+            trouble = failure
             self._clean(lease)
-            if bad[1] is None:  # nothing to drop: trying again would fail again
-                plan = Plan((), plan.matched, trouble)
+            if not self._mend(failure):  # trying again would fail again
                 break
-        lease.reason = trouble or plan.reason
+        lease.reason = trouble.reason if trouble else plan.reason
+        if lease.reason == "not_worth_it":
+            self.speeds.declined()
         if lease.reason == "hit" and lease.diverged_at is not None:
             lease.reason = "partial"
 
-    def _note_parting(self, lease: Lease, match: Match, tokens: Tokens) -> None:
-        if not 0 < match.matched < len(tokens):
-            return
-        stored = self.tree.following(lease.namespace, tokens, 512)
-        if len(stored):
-            lease.diverged_at = match.matched
-            self.history.note(lease.namespace, match.matched, stored, tokens[match.matched :][:512])
+    def note_parting(self, namespace: str, tokens: Tokens) -> int | None:
+        """At which index the prompt `tokens` leaves a stored path, or None; the history takes note of it."""
+        matched = self.tree.match(namespace, tokens).matched
+        if not 0 < matched < len(tokens):
+            return None
+        stored = self.tree.following(namespace, tokens, 512)
+        if not len(stored):
+            return None
+        self.history.note(namespace, matched, stored, tokens[matched:][:512])
+        return matched
 
-    def _execute(self, lease: Lease, plan: Plan, tokens: Tokens) -> tuple[str, Part | None] | None:
-        """Restore `plan` into the lane.  None if it worked; else why not, and the part that is to blame, if one is."""
-        # The resident part comes first and needs no room, so nothing can be evicted before it is taken.
-        saved = [part for part in plan.parts if part.tier != "resident"]
-        locks = [self.tree.lock(part.node, min(part.end, part.node.length)) for part in saved]
-        failure: tuple[str, Part | None] | None = None
+    def _execute(self, lease: Lease, plan: Plan, tokens: Tokens) -> _Failure | None:
+        """Restore `plan` into the lane.  None if it worked, or what did not; the lane is to be emptied then."""
+        locks = []
+        for part in plan.parts:
+            whole = part.tier == "resident"
+            locks.append(self.tree.lock(part.node, part.node.length if whole else min(part.end, part.node.length)))
         try:
             for part in plan.parts:
                 try:
                     self._execute_part(lease, part, tokens)
                 except ContextFull:  # other requests hold the cells: go on from what is there
-                    break
+                    return None
                 except StateError as error:
-                    failure = ("corrupt", part)
                     log.warning("stored state failed its check and is dropped: %s", error)
+                    return _Failure("corrupt", part)
                 except NativeError as error:
-                    failure = ("corrupt", None)
-                    log.warning("restoring failed, the prompt is evaluated from zero: %s", error)
-                if failure:
-                    break
+                    log.warning("restoring failed: %s", error)
+                    return _Failure("corrupt", None)
+                finally:
+                    self.tree.unlock(locks.pop(0))  # what has been taken may leave again
                 lease.length = lease.restored = part.end
                 lease.by_tier[part.tier] += part.end - part.start
         finally:
-            for lock in reversed(locks):
+            for lock in locks:
                 self.tree.unlock(lock)
-        if failure:
-            self.space.failures["restore"] += 1
-            bad = failure[1]
-            if bad is not None and bad.tier == "ram":
-                self.space.drop_segment(bad.node, "corrupt")
-            elif bad is not None:
-                self.space.drop_resident(bad.node)
-        return failure
+        return None
+
+    def _mend(self, failure: _Failure) -> bool:
+        """Drop what a restore failed on, once the lane is empty; whether another plan may succeed."""
+        self.space.failures["restore"] += 1
+        part = failure.part
+        if part is None:
+            return False
+        try:
+            if part.tier == "resident":
+                self.space.drop_resident(part.node)
+                self.space.drop_vanished()
+            else:
+                part.payload.damaged = True
+                self.space.drop_segment(part.node, "corrupt")
+        except Locked:  # another request uses its path; a damaged segment is not offered again all the same
+            return part.tier != "resident"
+        return True
 
     def _execute_part(self, lease: Lease, part: Part, tokens: Tokens) -> None:
         if part.tier == "resident":
-            self.pool.append(self.space.sequence_of(part.node), lease.lane, 0, part.end)
+            seq = self.space.sequence_of(part.node)
+            if self.pool.length(seq) != part.node.length:
+                raise StateError(f"sequence {seq} has {self.pool.length(seq)} tokens, its entry {part.node.length}")
+            self.pool.append(seq, lease.lane, 0, part.end)
             # From now on the lane holds these cells too: they count once, whatever residents come and go.
             lease.lock = self.tree.lock(self.tree.insert(lease.namespace, tokens[: part.end]), cells=True)
             lease.held = lease.length = part.end
             return
-        segment = part.payload
         self.space.make_cells(part.end - part.start)
         began = time.perf_counter()
-        self.store.restore(self.pool, segment, lease.lane, part.start, part.end)
-        nbytes = part.nbytes
-        self.speeds.restored(nbytes, time.perf_counter() - began)
-        self._emit("restore", tier="ram", tokens=part.end - part.start, bytes=nbytes)
+        try:
+            self.store.restore(self.pool, part.payload, lease.lane, part.start, part.end)
+        except LoadRefused:
+            # For want of cells that the ledger did not see, if at all: once more with one resident less.
+            if not self.space.evict_resident("load"):
+                raise
+            self.store.restore(self.pool, part.payload, lease.lane, part.start, part.end)
+        self.speeds.restored(part.nbytes, time.perf_counter() - began)
+        self._emit("restore", tier="ram", tokens=part.end - part.start, bytes=part.nbytes)
 
     def _clean(self, lease: Lease) -> None:
         """Empty the lane of a lease and forget what it shared."""
-        self.pool.empty(lease.lane)
-        if lease.lock is not None:
-            self.tree.unlock(lease.lock)
-        lease.lock = None
+        try:
+            self.pool.empty(lease.lane)
+        except NativeError as error:
+            raise _LaneLost(str(error)) from error
+        finally:
+            self._release(lease)
         lease.length = lease.restored = lease.held = 0
         lease.by_tier = dict.fromkeys(TIERS, 0)
+
+    def rewind(self, lease: Lease, tokens: Tokens) -> None:
+        """The lane of `lease` is about to be cut to `tokens`, its first ones, or goes on from there."""
+        lease.length = len(tokens)
+        if len(tokens) < lease.held:
+            before, lease.held = lease.lock, len(tokens)
+            # The shared cells before the cut stay shared: they are counted at a node that ends there.
+            lease.lock = self.tree.lock(self.tree.insert(lease.namespace, tokens), cells=True) if len(tokens) else None
+            if before is not None:
+                self.tree.unlock(before)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more in any lane; residents leave if they must.  ContextFull if they can't."""
@@ -259,11 +329,11 @@ class Cache:
             return False
 
     def _record_saved(self, lease: Lease, tokens: Tokens) -> bool:
-        node = self.tree.insert(lease.namespace, tokens)
-        self.space.save_path(node, lease.lane)
-        if node.alive and self.tree.segments(node):
-            self.tree.touch(node)
-        return bool(node.alive and self.tree.match(lease.namespace, tokens).segment_length == len(tokens))
+        self.space.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
+        match = self.tree.match(lease.namespace, tokens)
+        if match.segments:
+            self.tree.touch(match.segments[-1].node)
+        return match.segment_length == len(tokens)
 
     def _record_resident(self, lease: Lease, tokens: Tokens) -> bool:
         n = len(tokens)
@@ -281,22 +351,33 @@ class Cache:
         return self.tree.match(lease.namespace, tokens).matched == n
 
     def _keep_resident(self, lease: Lease, tokens: Tokens, match: Match) -> None:
-        """Make the lane's first tokens a resident; what another resident holds of them is taken from it."""
-        holder, shared = match.resident, match.resident_length
-        grows = holder is not None and holder.length == shared
-        guard = self.tree.lock(holder) if holder is not None else None  # it must not leave for the new one's id
+        """Make the lane's first tokens a resident; what others hold of them in the pool is taken from them."""
+        shared, n = match.resident_length, len(tokens)
+        sources: list[tuple[int, int]] = []  # (sequence, up to which length it is taken)
+        seq: int | None = None
+        if match.resident is not None:
+            sources.append((self.space.sequence_of(match.resident), shared))
+            if match.resident.length == shared:
+                seq = self._grow(lease, match.resident)
+        grown = seq is not None
+        running = self._running(lease, tokens, shared)
+        if running is not None:
+            sources.append(running)
+        sources.append((lease.lane, n))
+        guard = self.tree.lock(match.resident) if match.resident is not None and not grown else None
         try:
-            # A holder whose whole path is the head of this one grows: its id goes on, none is spent.
-            seq = self.space.sequence_of(holder) if holder is not None and grows else self._resident_id()
+            if seq is None:
+                seq = self._resident_id()
             if seq is None:
                 return
+            start = shared if grown else 0
             try:
-                if holder is not None and not grows:
-                    self.pool.append(self.space.sequence_of(holder), seq, 0, shared)
-                self.pool.append(lease.lane, seq, shared, len(tokens))
-            except NativeError:
-                if not grows:
-                    self.pool.give_back(seq)
+                for source, end in sources:
+                    if end > start:
+                        self.pool.append(source, seq, start, end)
+                        start = end
+            except BaseException:
+                self._give_up(seq)
                 raise
         finally:
             if guard is not None:
@@ -304,10 +385,51 @@ class Cache:
         node = self.tree.insert(lease.namespace, tokens)
         self.tree.put(node, "resident", seq)
         self._release(lease)
-        if holder is not None and grows:
-            self.tree.take(holder, "resident")
         for ancestor in self.tree.covered(node):
             self.space.drop_resident(ancestor)
+        # The lane lives on, and shares with the new resident all but what it evaluated beside somebody else.
+        taken = max([shared, *(end for _, end in sources[:-1])])
+        lease.lock = self.tree.lock(node, cells=True)
+        lease.held = n - max(0, taken - lease.held)
+
+    def _grow(self, lease: Lease, holder: Node) -> int | None:
+        """The sequence of a resident whose whole path is the head of a new one, which goes on with its id.
+
+        None where another request uses the holder: then the new path takes an id of its own.
+        """
+        held = lease.held
+        self._release(lease)
+        try:
+            return int(self.tree.take(holder, "resident"))
+        except Locked:
+            return None
+        finally:
+            lease.held = held
+
+    def _running(self, lease: Lease, tokens: Tokens, beyond: int) -> tuple[int, int] | None:
+        """The lane of the request that shares most of this path, if more than `beyond`, and how much.
+
+        What such a request took from a resident that has left since is still in the pool, and counted: a new
+        resident has to take it from there, or there would be two copies of what counts once.
+        """
+        best: tuple[int, int] | None = None
+        for other in self._leases:
+            if other is lease or other.lock is None or other.namespace != lease.namespace:
+                continue
+            held = self.tree.tokens(other.lock.node)[: min(other.held, len(tokens))]
+            if len(held) <= beyond or other.lock.length != other.held:
+                continue
+            differ = np.flatnonzero(held != tokens[: len(held)])
+            common = int(differ[0]) if differ.size else len(held)
+            if common > beyond:
+                best, beyond = (other.lane, common), common
+        return best
+
+    def _give_up(self, seq: int) -> None:
+        try:
+            self.pool.give_back(seq)
+        except NativeError:  # set aside and counted by the pool
+            self.space.failures["drop"] += 1
 
     def _resident_id(self) -> int | None:
         """A free id for a cached path, for which the least recent resident leaves; None if none can."""
@@ -363,7 +485,7 @@ class Cache:
         return Explanation(
             prompt_tokens=len(tokens),
             matched_tokens=at,
-            cached_tokens=0 if self.off else plan.length,
+            cached_tokens=0 if self._off_reason() else plan.length,
             reason=self._off_reason() or ("partial" if plan.reason == "hit" and parted else plan.reason),
             diverged_at=at if parted else None,
             stored_text=show(np.concatenate([before, stored])) if parted else None,
@@ -375,6 +497,10 @@ class Cache:
         if self.config.mode in ("disabled", "record"):
             return "disabled"
         return "no_checkpoint" if self.unable else None
+
+    def close(self) -> None:
+        """Give the memory of saved state back.  The context goes with its owner; nothing can be asked afterwards."""
+        self.store.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters in tokens, cells, bytes and seconds; see docs/stats.md for each."""
@@ -399,6 +525,7 @@ class Cache:
                 "bytes_restored": self.store.bytes_restored,
                 "seconds_saving": self.store.seconds_saving,
                 "seconds_restoring": self.store.seconds_restoring,
+                "scratch": self.store.scratch.size,
             },
             "residents": self.tree.count("resident"),
             "segments": self.tree.count("segment"),

@@ -11,9 +11,13 @@ __all__ = ["PartingHistory", "goes_on_alike"]
 
 Tokens = npt.NDArray[np.int32]
 
+_LEAST_RUN = 4  # tokens; fewer in common are chance
+_REMEMBERED = 8  # different prompts per index
+
 
 def goes_on_alike(stored: Tokens, prompt: Tokens, run: int = 16) -> bool:
-    """Whether two tails that differ at first hold a common run of `run` tokens (or of the shorter one's rest).
+    """Whether two tails that differ at first hold a common run of `run` tokens (or of the shorter
+    one's rest, if that has at least four).
 
     That is what tells a time of day in a prompt, after which the text goes on as before, from another
     conversation over the same system prompt.  O(n) for tails of n tokens.
@@ -23,8 +27,8 @@ def goes_on_alike(stored: Tokens, prompt: Tokens, run: int = 16) -> bool:
     >>> goes_on_alike(a, b), goes_on_alike(a, b + 1000)
     (True, False)
     """
-    run = max(1, min(run, len(stored) - 1, len(prompt) - 1))
-    if len(stored) < run or len(prompt) < run:
+    run = min(run, len(stored) - 1, len(prompt) - 1)
+    if run < _LEAST_RUN:
         return False
     width = run * stored.itemsize
     raw = stored.tobytes()
@@ -34,31 +38,34 @@ def goes_on_alike(stored: Tokens, prompt: Tokens, run: int = 16) -> bool:
 
 
 class PartingHistory:
-    """Counts, per namespace and index, the prompts that parted there and then went on alike.  Bounded."""
+    """Counts, per namespace and index, the different prompts that parted there and then went on alike.  Bounded."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self._capacity = capacity
-        self._partings: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._partings: OrderedDict[tuple[str, int], set[int]] = OrderedDict()
 
     def note(self, namespace: str, index: int, stored: Tokens, prompt: Tokens) -> None:
-        """A prompt has left a stored path at `index`; both tails begin there."""
+        """A prompt has left a stored path at `index`; both tails begin there.  The same prompt again counts once."""
         if not goes_on_alike(stored, prompt):
             return
         key = (namespace, index)
-        self._partings[key] = self._partings.pop(key, 0) + 1
+        seen = self._partings.pop(key, set())
+        if len(seen) < _REMEMBERED:
+            seen.add(hash(prompt.tobytes()))
+        self._partings[key] = seen
         if len(self._partings) > self._capacity:
             self._partings.popitem(last=False)
 
     def prompts_parted(self, namespace: str, index: int) -> int:
         """How many prompts differ from each other at `index`, the one that was stored first among them."""
-        partings = self._partings.get((namespace, index), 0)
+        partings = len(self._partings.get((namespace, index), ()))
         return partings + 1 if partings else 0
 
     def volatile_index(self, namespace: str, matched: int, least: int = 3) -> int | None:
         """The first index up to `matched` at which at least `least` prompts have parted, or None."""
         found = [
             index
-            for (name, index), _ in self._partings.items()
+            for name, index in self._partings
             if name == namespace and index <= matched and self.prompts_parted(name, index) >= least
         ]
         return min(found, default=None)

@@ -14,7 +14,7 @@ written into the bytes, so two saves of one state differ there and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,11 +153,11 @@ def read_rows(state: Any) -> Bytes:
     return np.concatenate(parts, axis=1)[np.argsort(cells.positions, kind="stable")]
 
 
-def cut(state: Any, start: int, end: int, out: Bytes | None = None) -> Bytes:
+def cut(state: Any, start: int, end: int, room: Callable[[int], Bytes] | None = None) -> Bytes:
     """The saved state of the tokens [start, end) alone, out of a saved state that holds them.  O(bytes of the cut).
 
-    It is what llama.cpp would have saved of that range, byte for byte but for sequence ids.  Written into `out`
-    (uint8, long enough) where one is given; returns the part of it that was written.  StateError where the state
+    It is what llama.cpp would have saved of that range, byte for byte but for sequence ids.  `room(size)` gives
+    the memory that it is written into (uint8, at least `size`), by default new memory.  StateError where the state
     does not hold exactly one cell for each of these positions.
     """
     data = np.frombuffer(state, np.uint8)
@@ -171,7 +171,7 @@ def cut(state: Any, start: int, end: int, out: Bytes | None = None) -> Bytes:
     blocks = list(_blocks(data, cells))
     size = _HEADER + 4 * cells.words * wanted + 8
     size += sum(12 + wanted * block.element * block.columns for block in blocks)
-    target = np.empty(size, np.uint8) if out is None else out[:size]
+    target = np.empty(size, np.uint8) if room is None else room(size)[:size]
     target[:_HEADER] = data[:_HEADER]
     target[12:_HEADER].view("<u4")[0] = wanted
     offset = _HEADER + 4 * cells.words * wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from skippy._llama import Context
 from skippy.errors import ModelError
 from skippy.logs import route_llama_log
 
-__all__ = ["FLASH_ATTENTION", "KV_TYPES", "AdapterFile", "Model"]
+__all__ = ["FLASH_ATTENTION", "KV_TYPES", "AdapterFile", "Model", "family_of"]
 
 _GGML_TYPE_BF16 = 30  # llama-cpp-python has no name for it
 
@@ -56,6 +57,15 @@ class AdapterFile:
         return cls(os.fspath(path), digest.hexdigest(), float(scale))
 
 
+def family_of(model: Any) -> str:
+    """What a llama_model says of itself: "dense", "window", "recurrent" or "hybrid"."""
+    if lib.llama_model_is_recurrent(model):
+        return "recurrent"
+    if lib.llama_model_is_hybrid(model):
+        return "hybrid"
+    return "window" if lib.llama_model_n_swa(model) > 0 else "dense"
+
+
 class Model:
     """A loaded model.  Close it after its contexts; everything raises ValueError afterwards."""
 
@@ -75,6 +85,7 @@ class Model:
                 f"(set the logger 'skippy.llama' to DEBUG to see why)"
             )
         self._model = model
+        self.guard = threading.RLock()  # so that closing waits for a call that another thread is in
         self._adapters: list[lib.llama_adapter_lora_p] = []
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
         self.bos: int = lib.llama_vocab_bos(self.vocab)
@@ -99,11 +110,7 @@ class Model:
     @property
     def family(self) -> str:
         """What the loaded model says of itself: "dense", "window", "recurrent" or "hybrid"."""
-        if lib.llama_model_is_recurrent(self._live):
-            return "recurrent"
-        if lib.llama_model_is_hybrid(self._live):
-            return "hybrid"
-        return "window" if lib.llama_model_n_swa(self._live) > 0 else "dense"
+        return family_of(self._live)
 
     @property
     def n_ctx_train(self) -> int:
@@ -134,7 +141,8 @@ class Model:
         room = len(raw) + 16
         while True:
             out = (lib.llama_token * room)()
-            n = lib.llama_tokenize(self.vocab, raw, len(raw), out, room, add_bos, special)
+            with self.guard:
+                n = lib.llama_tokenize(self.vocab, raw, len(raw), out, room, add_bos, special)
             if n >= 0:
                 return list(out[:n])
             room = -n
@@ -148,7 +156,8 @@ class Model:
             room = 64
             while True:
                 buffer = ctypes.create_string_buffer(room)
-                n = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
+                with self.guard:
+                    n = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
                 if n >= 0:
                     break
                 room = -n
@@ -163,7 +172,8 @@ class Model:
         """Whether `token` ends an answer (end of text, end of turn)."""
         found = self._end_tokens.get(token)
         if found is None:
-            found = self._end_tokens[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
+            with self.guard:
+                found = self._end_tokens[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
         return found
 
     def new_context(
@@ -237,9 +247,10 @@ class Model:
 
     def close(self) -> None:
         """Free the model.  Closing twice does nothing."""
-        if self._model is not None:
-            lib.llama_model_free(self._model)
-            self._model = None
+        with self.guard:
+            if self._model is not None:
+                lib.llama_model_free(self._model)
+                self._model = None
 
 
 class ModelContext:

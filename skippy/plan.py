@@ -61,6 +61,8 @@ def make_plan(match: Match, prompt_tokens: int, *, min_tokens: int, speeds: Spee
         end = min(span.reach, wanted)
         if end <= length:
             continue
+        if span.payload.damaged:
+            break
         nbytes = span.payload.nbytes * (end - length) // (span.end - span.start)
         if not speeds.worth_restoring(nbytes, end - length):
             worthless = True

@@ -79,6 +79,7 @@ class Pool:
     def give_back(self, seq: int) -> None:
         """Empty `seq` and make its id free again; NativeError, with the id set aside, if it cannot be emptied."""
         self.empty(seq)
+        self.set_aside.pop(seq, None)  # it could not be emptied before, and could now
         heapq.heappush(self._lanes if seq in self._lane_ids else self._residents, seq)
 
     def length(self, seq: int) -> int:
@@ -139,6 +140,8 @@ class Pool:
     @contextmanager
     def scratch(self) -> Iterator[int]:
         """The empty sequence for captures; it is emptied again when the block ends, however it ends."""
+        if self._capture is None:
+            self._capture = self.take_resident()
         temp = self._capture
         if temp is None:
             raise NativeError("no sequence id is left for captures")

@@ -31,17 +31,16 @@ def _expect(condition: bool, why: str) -> None:
         raise _Refused(why)
 
 
-def probe(
-    context: NativeContext, *, bos: int, unified: bool, first: int = 0, second: int = 1, n: int = 8
-) -> Capability:
-    """Decode `n` tokens on sequence `first` and try what reuse needs: slicing, saving, restoring beside another.
+def probe(context: NativeContext, *, bos: int, unified: bool, first: int = 0, second: int = 1) -> Capability:
+    """Decode a few tokens on sequence `first` and try what reuse needs: slicing, saving, restoring beside another.
 
     `first` and `second` must be empty and are empty afterwards.  Whatever fails is the reason in `unable`; the
     calls come in an order in which none of them can abort.
     """
     try:
         _expect(unified, "the context is not unified: copies of sequences cannot be saved")
-        return _try(context, max(bos, 0), first, second, n)
+        _expect(context.n_batch >= 2, f"batches of {context.n_batch} token are too small to find out what it can do")
+        return _try(context, max(bos, 0), first, second, min(8, context.n_batch))
     except _Refused as refusal:
         return Capability(str(refusal))
     except SkippyError as error:

@@ -65,7 +65,7 @@ class Request:
         stops: tuple[str, ...],
         max_tokens: int | None,
         record: bool,
-        step: Callable[[], AbstractContextManager[object]],
+        step: Callable[[Lease], AbstractContextManager[object]],
         begin: Callable[[], Lease],
         end: Callable[[Lease, Tokens | None], None],
     ) -> None:
@@ -83,7 +83,7 @@ class Request:
         self._begin = begin
         self._end = end
         self._text = TextStream(stops)
-        self._unsent = ""
+        self._started = False
 
     @property
     def prompt(self) -> list[int]:
@@ -96,24 +96,31 @@ class Request:
         return self._text.text
 
     def run(self) -> Generator[Chunk, None, None]:
-        """Serve the request.  Closing the generator early keeps what was evaluated."""
+        """Serve the request.  Closing the generator early keeps what was evaluated.  RuntimeError the second time."""
+        if self._started:
+            raise RuntimeError("this request has been run; make another one")
+        self._started = True
+        return self._serve()
+
+    def _serve(self) -> Generator[Chunk, None, None]:
         started = time.perf_counter()
         lease: Lease | None = None
         tokens: list[int] = []
+        text = ""
         try:
             lease = self._begin()
             self._note(lease)
             token = self._prefill(lease)
             self.report.ttft_ms = 1e3 * (time.perf_counter() - started)
             while token is not None:
-                text = self._accept(token, tokens)
-                token = self._advance(lease, token) if self.finish_reason is None else None
-                if text and token is not None:
+                text += self._accept(token, tokens)
+                if self.finish_reason is not None:
+                    break
+                if text:
                     yield Chunk(text, tokens)
-                    tokens = []
-                elif text:
-                    self._unsent += text
-            yield Chunk(self._unsent + self._text.finish(), tokens, self.finish_reason, self.report)
+                    text, tokens = "", []
+                token = self._advance(lease, token)
+            yield Chunk(text + self._text.finish(), tokens, self.finish_reason, self.report)
         finally:
             self._sampler.close()
             if lease is not None:
@@ -136,22 +143,29 @@ class Request:
         report.diverged_at = lease.diverged_at
 
     def _prefill(self, lease: Lease) -> int | None:
-        """Evaluate what of the prompt was not restored; the first token of the answer, None if none is wanted."""
-        began = time.perf_counter()
+        """Evaluate what of the prompt was not restored; the first token of the answer, None if there is none."""
         n = len(self._prompt)
         chunk = self._context.sequences.n_batch
         token: int | None = None
+        seconds = 0.0
         for start in range(lease.length, n, chunk):
             end = min(start + chunk, n)
-            with self._step():
+            with self._step(lease):
+                began = time.perf_counter()
                 self._evaluate(lease, self._prompt[start:end], "last" if end == n else "none")
                 if end == n and self._max_tokens != 0:
-                    token = self._sampler.sample(self._context)
-        if token is None:
+                    token = self._choose()
+                seconds += time.perf_counter() - began
+        if self._max_tokens == 0:
             self.finish_reason = "length"
-        seconds = time.perf_counter() - began
         self.report.prefill_ms = 1e3 * seconds
         self._cache.speeds.prefilled(self.report.evaluated_tokens, seconds)
+        return token
+
+    def _choose(self) -> int | None:
+        token = self._sampler.sample(self._context)
+        if token is None:  # the grammar has come to its end
+            self.finish_reason = "stop"
         return token
 
     def _accept(self, token: int, tokens: list[int]) -> str:
@@ -169,15 +183,15 @@ class Request:
         return text
 
     def _advance(self, lease: Lease, token: int) -> int | None:
-        """Evaluate `token` and choose the next; None where the context is full."""
-        with self._step():
+        """Evaluate `token` and choose the next; None where the context is full or the grammar ends."""
+        with self._step(lease):
             try:
                 self._evaluate(lease, np.array([token], np.int32), "last")
             except ContextFull:
                 self.finish_reason = "length"
                 self.report.reason = "context_full"
                 return None
-            return self._sampler.sample(self._context)
+            return self._choose()
 
     def _evaluate(self, lease: Lease, tokens: Tokens, outputs: Literal["none", "last"]) -> None:
         """Decode `tokens` at the end of the lane.  Room is made before; if llama.cpp finds none all the same, again."""

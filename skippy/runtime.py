@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -75,6 +76,12 @@ class Runtime:
         cache: CacheConfig | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
+        self._closed = False
+        self._stepping = False
+        self._lock = threading.Condition()
+        self._owners: dict[int, int] = {}  # lane -> the thread that used it last
+        self._waiting: list[int] = []  # threads that wait for a lane
+        self._ended: list[tuple[Lease, Tokens | None]] = []
         config = CacheConfig() if cache is None else cache
         if lanes < 1:
             raise ValueError(f"lanes is {lanes}, expected at least 1")
@@ -122,9 +129,29 @@ class Runtime:
         except BaseException:
             self.model.close()
             raise
+        try:
+            self._attach(config, unable, stage, caps, residents, on_event)
+        except BaseException:
+            self.context.close()
+            self.model.close()
+            raise
+        self._template: ChatTemplate | None = None
+        self._namespaces: dict[str, str] = {}
+        self._lanes = lanes
+
+    def _attach(
+        self,
+        config: CacheConfig,
+        unable: str | None,
+        stage: StageConfig,
+        caps: ResidentCacheConfig,
+        residents: int,
+        on_event: Callable[[str, dict[str, Any]], None] | None,
+    ) -> None:
+        """Find out what the context can do, and put the cache over it."""
         self.capability = Capability(unable)
         if config.mode != "disabled" and unable is None:
-            self.capability = probe(self.context.sequences, bos=self.model.bos, unified=True, second=lanes)
+            self.capability = probe(self.context.sequences, bos=self.model.bos, unified=True, second=stage.lane_count)
             if self.capability.unable:
                 log.warning("prefix reuse is off: %s", self.capability.unable)
         elif unable:
@@ -134,18 +161,12 @@ class Runtime:
         self.stage = stage
         self._identity = KvIdentity(stage, "dense")  # looks at the model file now: it may be replaced later
         self.cache = Cache(
-            Pool(self.context.sequences, lanes=lanes, residents=residents),
+            Pool(self.context.sequences, lanes=stage.lane_count, residents=residents),
             config,
             max_resident_tokens=caps.max_resident_tokens,
             unable=self.capability.unable,
             on_event=on_event,
         )
-        self._template: ChatTemplate | None = None
-        self._namespaces: dict[str, str] = {}
-        self._lanes = lanes
-        self._owners: dict[int, int] = {}
-        self._lock = threading.Condition()
-        self._closed = False
 
     # -- answering --------------------------------------------------------------------------------------
 
@@ -309,34 +330,72 @@ class Runtime:
             raise PromptTooLong(int(tokens.size), self.context.sequences.n_ctx)
         if tokens.size > 1 and tokens[0] == tokens[1] == self.model.bos:
             log.warning("the prompt begins with two BOS tokens; it shares nothing with the same prompt with one")
-        return np.ascontiguousarray(tokens, np.int32)
+        return np.array(tokens, np.int32)  # a copy: the caller may use its buffer for the next prompt
 
-    def _step(self) -> threading.Condition:
+    def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this Runtime is closed")
-        return self._lock
+
+    @contextmanager
+    def _step(self, lease: Lease | None = None) -> Iterator[None]:
+        """One use of the cache and the context; of `lease`, if given, whose lane now belongs to this thread."""
+        with self._lock:
+            self._check_open()
+            if self._stepping:
+                raise RuntimeError("this Runtime is being used from within one of its own calls (an on_event callback)")
+            if lease is not None:
+                self._owners[lease.lane] = threading.get_ident()
+            self._stepping = True
+            try:
+                yield
+            finally:
+                self._drain()
+                self._stepping = False
+
+    def _drain(self) -> None:
+        """End what the garbage collector closed in the middle of a step of this very thread."""
+        while self._ended:
+            self._finish(*self._ended.pop())
 
     def _begin(self, namespace: str, tokens: Tokens, reuse: bool, room: int) -> Lease:
         me = threading.get_ident()
-        with self._step():
-            while (lease := self.cache.begin(self.namespace_hash(namespace), tokens, reuse=reuse, room=room)) is None:
-                if list(self._owners.values()).count(me) == len(self._owners):
-                    raise LanesBusy(f"all {self._lanes} lanes are held by streams that this thread keeps open")
-                self._lock.wait()
-            self._owners[lease.lane] = me
-            return lease
+        with self._lock:
+            self._waiting.append(me)
+            try:
+                while True:
+                    with self._step():
+                        found = self.cache.begin(self.namespace_hash(namespace), tokens, reuse=reuse, room=room)
+                    if found is not None:
+                        self._owners[found.lane] = me
+                        return found
+                    if set(self._owners.values()) <= set(self._waiting):
+                        raise LanesBusy(f"all {self._lanes} lanes are held by streams that nobody else can end")
+                    self._lock.wait()
+            finally:
+                self._waiting.remove(me)
+                self._lock.notify_all()  # a lane that this one did not take is there for the next
 
     def _end(self, lease: Lease, path: Tokens | None) -> None:
         with self._lock:
             if self._closed:  # the lane went with the context
                 return
+            self._ended.append((lease, path))
+            if self._stepping:  # a stream that was closed within a step: the step's end sees to it
+                return
+            self._stepping = True
             try:
-                if path is not None:
-                    self.cache.record(lease, path)
+                self._drain()
             finally:
-                self.cache.end(lease)
-                self._owners.pop(lease.lane, None)
-                self._lock.notify()
+                self._stepping = False
+
+    def _finish(self, lease: Lease, path: Tokens | None) -> None:
+        try:
+            if path is not None:
+                self.cache.record(lease, path)
+        finally:
+            self.cache.end(lease)
+            self._owners.pop(lease.lane, None)
+            self._lock.notify_all()
 
     def close(self) -> None:
         """Free the context and the model.  Open streams cannot go on.  Closing twice does nothing."""
@@ -344,6 +403,7 @@ class Runtime:
             if self._closed:
                 return
             self._closed = True
+            self.cache.close()
             self.context.close()
             self.model.close()
             self._lock.notify_all()

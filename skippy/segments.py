@@ -12,10 +12,14 @@ import xxhash
 
 from skippy.arena import Arena, Block
 from skippy.errors import StateError
-from skippy.layout import check_positions, cut
+from skippy.layout import Bytes, check_positions, cut
 from skippy.pool import Pool
 
-__all__ = ["RamStore", "Segment"]
+__all__ = ["LoadRefused", "RamStore", "Segment"]
+
+
+class LoadRefused(StateError):
+    """llama.cpp did not take a state whose checksum is right."""
 
 
 @dataclass(eq=False)
@@ -26,6 +30,7 @@ class Segment:
     end: int
     block: Block
     checksum: int
+    damaged: bool = False  # it failed its check while a request was using it: never to be offered again
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +50,7 @@ class RamStore:
         self.seconds_restoring = 0.0
         self.bytes_saved = 0
         self.bytes_restored = 0
-        self._scratch = np.empty(0, np.uint8)  # where a segment is cut; as large as the largest that was
+        self.scratch: Bytes = np.empty(0, np.uint8)
 
     def save(
         self, pool: Pool, src: int, start: int, end: int, make_room: Callable[[int], Block | None] | None = None
@@ -87,27 +92,44 @@ class RamStore:
     def restore(self, pool: Pool, segment: Segment, dst: int, start: int, end: int) -> None:
         """Append the tokens [start, end) of `segment` to sequence `dst`, which ends at `start`.  O(bytes).
 
-        StateError where the segment is damaged (nothing has reached llama.cpp then) or llama.cpp refuses it;
-        `dst` may then hold more or less than before: the caller empties it.
+        StateError where the segment is damaged (nothing has reached llama.cpp then), LoadRefused where llama.cpp
+        does not take it: for want of cells, or because it is of another kind.  `dst` is then as before, or empty
+        if `start` is 0.
         """
         began = time.perf_counter()
         self.verify(segment)
         state: Any = segment.block.view
         if (start, end) != (segment.start, segment.end):
             # Cut here, not in the pool: there it would take cells for tokens that nobody asked for.
-            if self._scratch.size < segment.block.size:
-                self._scratch = np.empty(segment.block.size, np.uint8)
-            state = cut(state, start, end, self._scratch)
+            state = cut(state, start, end, self._room)
         if start == 0:
-            pool.context.load(dst, state)
+            self._load(pool, dst, state)
         else:
             with pool.scratch() as temp:
-                pool.context.load(temp, state)
+                self._load(pool, temp, state)
                 pool.append(temp, dst, start, end)
         if pool.context.seq_pos_min(dst) != 0 or pool.length(dst) != end:
             raise StateError(f"sequence {dst} has {pool.length(dst)} tokens after a restore, expected {end}")
         self.seconds_restoring += time.perf_counter() - began
         self.bytes_restored += len(state)
+
+    def _room(self, size: int) -> Bytes:
+        """Working memory for a cut; kept, and as large as the largest cut was.  It is no part of the budget."""
+        if self.scratch.size < size:
+            self.scratch = np.empty(size, np.uint8)
+        return self.scratch
+
+    @staticmethod
+    def _load(pool: Pool, seq: int, state: Any) -> None:
+        try:
+            pool.context.load(seq, state)
+        except StateError as error:
+            raise LoadRefused(str(error)) from error
+
+    def close(self) -> None:
+        """Give all memory back; nothing that is saved can be read any more."""
+        self.arena.close(abandon=True)
+        self.scratch = np.empty(0, np.uint8)
 
     def drop(self, segment: Segment) -> None:
         """Give the memory of a segment back."""

@@ -27,15 +27,19 @@ class Session:
         self._template = template
         self._namespace = namespace
         self._closed = False
+        self._answering = False
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self.tokens: list[int] = []
 
     def send(self, text: str, **options: Any) -> Any:
         """Say `text` and get the answer; `options` as in `Runtime.generate`.
 
-        With stream=True the answer becomes part of the session when the stream ends or is closed.
+        With stream=True the answer becomes part of the session when the stream ends or is closed; until then the
+        session takes nothing else (RuntimeError).
         """
         stream = bool(options.pop("stream", False))
+        if self._answering:
+            raise RuntimeError("an answer of this session is still being made: finish or close its stream first")
         request = self._runtime.request(self.prompt_for(text), **{**options, "namespace": self._namespace})
         chunks = self._follow(text, request)
         if stream:
@@ -54,6 +58,9 @@ class Session:
         return self._runtime.render([*self.messages, {"role": "user", "content": text}])
 
     def _follow(self, text: str, request: Request) -> Iterator[Chunk]:
+        if self._answering or request.prompt[: len(self.tokens)] != self.tokens:
+            raise RuntimeError("this session has gone on since the stream was asked for")
+        self._answering = True
         begun = False
         chunks = request.run()
         try:
@@ -61,6 +68,7 @@ class Session:
                 begun = True
                 yield chunk
         finally:
+            self._answering = False
             chunks.close()
             if begun:  # a request that failed before its first word leaves the session as it was
                 self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": request.text}]

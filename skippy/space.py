@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from skippy._radix import Node, RadixTree, Span
 from skippy.arena import Block
@@ -26,7 +27,8 @@ Emit = Callable[..., None]
 class Space:
     """Owns what the tree points at: residents in `pool` and segments in `store`.
 
-    `lane_cells()` tells how many cells running requests hold that the tree does not know of; `keep_saved`
+    `lane_cells()` tells how many cells running requests hold that the tree does not know of, `held_cells()` how
+    many of the tree's each of them shares; `keep_saved`
     is False where nothing is to be saved (payload "resident-kv").
     """
 
@@ -37,6 +39,7 @@ class Space:
         store: RamStore,
         *,
         lane_cells: Callable[[], int],
+        held_cells: Callable[[], Iterable[int]] = tuple,
         keep_saved: bool,
         emit: Emit,
     ) -> None:
@@ -47,6 +50,7 @@ class Space:
         self.evictions: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self._lane_cells = lane_cells
+        self._held_cells = held_cells
         self._emit = emit
 
     @property
@@ -70,8 +74,10 @@ class Space:
 
     def make_cells(self, needed: int) -> None:
         """Let unlocked residents leave until `needed` more cells are free.  ContextFull if that is not enough."""
+        at_most = self.tree.cells - max(self._held_cells(), default=0)  # could leave, if nothing else were locked
+        hopeless = self.cells_in_use + needed - at_most > self.pool.n_cells
         while self.cells_in_use + needed > self.pool.n_cells:
-            if not self.evict_resident("cells"):
+            if hopeless or not self.evict_resident("cells"):
                 raise ContextFull(
                     f"{needed} cells are needed, {self.pool.n_cells - self.cells_in_use} of {self.pool.n_cells} are "
                     f"free, and everything else is in use"
@@ -89,12 +95,28 @@ class Space:
         return True
 
     def drop_resident(self, node: Node) -> None:
-        """Free the cells of a resident, then its entry.  If they cannot be freed, its id is set aside."""
+        """Forget a resident and free its cells.  If they cannot be freed, its id is set aside.
+
+        Locked where a request uses it.  The entry goes first: were this interrupted, an id would be lost, and never
+        be handed out while the tree still points at it.
+        """
+        seq = self.tree.take(node, "resident")
         try:
-            self.pool.give_back(self.sequence_of(node))
+            self.pool.give_back(seq)
         except NativeError:  # the pool has set it aside and counts its cells as lost
             self.failures["drop"] += 1
-        self.tree.take(node, "resident")
+
+    def drop_vanished(self) -> int:
+        """Drop residents whose cells somebody else has removed (a call that cleared the memory); how many."""
+        dropped = 0
+        for node in self.tree.entries("resident"):
+            if self.pool.length(self.sequence_of(node)) != node.length:
+                with suppress(Locked):
+                    self.drop_resident(node)
+                    dropped += 1
+        if dropped:
+            self.evictions["resident:vanished"] += dropped
+        return dropped
 
     def save_path(self, node: Node, seq: int) -> None:
         """Save into RAM what of the path of `node` no segment holds yet, from sequence `seq`, which holds it.
@@ -104,11 +126,18 @@ class Space:
         """
         if not self.keep_saved:
             return
-        for start, end in self._unsaved(node):
-            target = node if end == node.length else self.tree.insert(node.namespace, self.tree.tokens(node)[:end])
-            self._save_range(target, seq, start, end)
-        if node.alive:
-            self.tree.discard(node)  # which does nothing unless it was made for this and carries nothing
+        path = self.tree.tokens(node)
+        done = 0
+        while True:  # making room for one range may drop what was saved of another: look again each time
+            if not node.alive:
+                node = self.tree.insert(node.namespace, path)
+            gap = next((gap for gap in self._unsaved(node) if gap[0] >= done), None)
+            if gap is None:
+                break
+            start, done = gap
+            target = node if done == node.length else self.tree.insert(node.namespace, path[:done])
+            self._save_range(target, seq, start, done)
+        self.tree.discard(node)  # which does nothing unless it was made for this and carries nothing
 
     def _unsaved(self, node: Node) -> list[tuple[int, int]]:
         gaps, position = [], 0
@@ -135,17 +164,34 @@ class Space:
             return
         if not node.alive:  # it carried nothing, and only the lock kept it
             node = self.tree.insert(node.namespace, path)
-        for span in reversed(joined):
-            if segment.start > span.start:
-                break
-            try:
-                old = self.tree.take(span.node, "segment")
-            except Locked:  # another request is restoring it: both stay, and the new one begins after it
-                break
-            self.store.drop(old)
-            start = span.start
-        self.tree.put(node, "segment", segment, bytes=segment.nbytes, start=start)
+        # The node where it begins must not be merged away while the segments after it are taken.
+        boundary = self._ancestor(node, segment.start)
+        hold = self.tree.lock(boundary) if boundary is not None else None
+        try:
+            for span in reversed(joined):
+                if segment.start > span.start:
+                    break
+                try:
+                    old = self.tree.take(span.node, "segment")
+                except Locked:  # another request is restoring it: both stay, and the new one begins after it
+                    break
+                self.store.drop(old)
+                start = span.start
+            self.tree.put(node, "segment", segment, bytes=segment.nbytes, start=start)
+        except BaseException:
+            self.store.drop(segment)
+            raise
+        finally:
+            if hold is not None:
+                self.tree.unlock(hold)
         self._emit("save", tier="ram", tokens=end - segment.start, bytes=segment.nbytes)
+
+    def _ancestor(self, node: Node, length: int) -> Node | None:
+        """The node on the path of `node` that ends at `length` tokens, or None."""
+        at: Node | None = node
+        while at is not None and at.length > length:
+            at = self.tree.parent(at)
+        return at if at is not None and at.length == length else None
 
     def _joinable(self, node: Node, start: int, end: int) -> list[Span]:
         """The segments right before [start, end), in order, that are better saved again together with it."""

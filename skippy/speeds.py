@@ -49,6 +49,10 @@ class Speeds:
         """Bytes of saved state per second."""
         return self._restore.value
 
+    def declined(self) -> None:
+        """A restore was not made because it looked too dear: believe that a little less, so that it is tried again."""
+        self._restore.seconds *= 0.8
+
     def worth_restoring(self, nbytes: int, tokens: int) -> bool:
         """Whether bringing back `nbytes` is cheaper than evaluating `tokens`; True until both were measured."""
         if self.prefill is None or self.restore is None:

@@ -161,7 +161,7 @@ def test_what_fails_leaves_the_conversation_as_it_was(chat: Chat) -> None:
     with pytest.raises(skippy.PromptTooLong):
         text_of(chat.say("sea " * 3000))
     assert contents(chat) == [SYSTEM]
-    assert chat.branch.before == []
+    assert chat.branch.before == ()
     text_of(chat.say("Who are you?"))
     before = contents(chat)
     with pytest.raises(skippy.PromptTooLong):

@@ -235,6 +235,14 @@ def test_what_is_not_stored_parts_nothing() -> None:
     assert explain_prompts([("a", long), ("b", long[:1])], str, min_tokens=0)[1].cached_tokens == 0
 
 
+def test_of_several_earlier_prompts_the_last_one_is_shown() -> None:
+    one, two, three = (np.array([*words(10), *words(9, seed)], np.int32) for seed in (1, 2, 3))
+    prompts = [("one", one), ("two", two), ("one", one), ("three", three)]
+    found = explain_prompts(prompts, lambda tokens: str(tokens.tolist()), min_tokens=10)[3]
+    assert found.stored_text == str([*words(10)[2:], *words(9, 1)[:8]])
+    assert found.prompt_text == str([*words(10)[2:], *words(9, 3)[:8]])
+
+
 def test_a_chat_is_known_by_its_content(tmp_path: Path, smol_path: Path) -> None:
     path = tmp_path / "file.txt"
     messages = [{"role": "user", "content": "hi"}]

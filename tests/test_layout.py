@@ -130,7 +130,7 @@ def test_a_cut_is_what_llama_cpp_saves_of_the_range(fresh: Fresh, settings: dict
         expected = without_ids(state_of(context, 1))
         c.seq_rm(1)
         assert np.array_equal(without_ids(cut(whole, start, end)), expected)
-        assert np.array_equal(without_ids(cut(whole, start, end, room)), expected)
+        assert np.array_equal(without_ids(cut(whole, start, end, lambda size: room)), expected)
         c.load(2, cut(whole, start, end))
         assert (c.seq_pos_min(2), c.seq_pos_max(2)) == (start, end - 1)
         c.seq_rm(2)

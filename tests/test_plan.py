@@ -16,6 +16,7 @@ from skippy.speeds import Speeds
 @dataclass
 class Saved:
     nbytes: int = 1000
+    damaged: bool = False
 
 
 def path(*runs: tuple[int, int]) -> list[int]:
@@ -94,6 +95,9 @@ def test_what_is_dearer_than_evaluating_is_left_out() -> None:
     assert (found.length, found.reason) == (100, "partial")
     speeds.prefilled(10**9, 1.0)
     assert plan(tree, tokens, speeds=speeds).reason == "not_worth_it"
+    for _ in range(100):
+        speeds.declined()  # what was measured once is not believed for ever
+    assert plan(tree, tokens, speeds=speeds).length == 110
 
 
 def test_speeds_forget_slowly() -> None:
@@ -121,17 +125,20 @@ def test_going_on_alike() -> None:
         array((1, 20), (9, 15)), array((2, 20), (9, 15))
     )  # a run of 15 is a template's, not a text's
     assert goes_on_alike(array((1, 1), (9, 4)), array((2, 1), (9, 4)))  # short tails: all of the rest
+    assert not goes_on_alike(array((1, 1), (9, 3)), array((2, 1), (9, 3)))  # three in common are chance
     assert not goes_on_alike(array((1, 1)), array((2, 1)))
 
 
 def test_partings_are_counted_and_bounded() -> None:
     history = PartingHistory(capacity=3)
-    stored, prompt = array((1, 1), (9, 40)), array((2, 1), (9, 40))
+    stored, prompt, third = array((1, 1), (9, 40)), array((2, 1), (9, 40)), array((3, 1), (9, 40))
     assert history.volatile_index("n", 100) is None
-    history.note("n", 37, stored, prompt)
+    for _ in range(3):
+        history.note("n", 37, stored, prompt)  # one prompt, three times
     assert history.prompts_parted("n", 37) == 2
     assert history.volatile_index("n", 37) is None
-    history.note("n", 37, stored, prompt)
+    history.note("n", 37, stored, third)
+    assert history.prompts_parted("n", 37) == 3
     assert history.volatile_index("n", 37) == 37
     assert history.volatile_index("n", 36) is None
     assert history.volatile_index("other", 37) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -34,7 +34,7 @@ class Branch:
     """
 
     session: Session
-    before: list[Session] = field(default_factory=list)
+    before: tuple[Session, ...] = ()
 
     @property
     def user_texts(self) -> list[str]:
@@ -135,7 +135,7 @@ class Chat:
             if begun:
                 session.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": request.text}]
                 session.tokens = [*request.prompt, *request.generated]
-                branch.session, branch.before = session, [*branch.before[:index], start]
+                branch.session, branch.before = session, (*branch.before[:index], start)
 
     @contextmanager
     def _prefill_stops(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class Chat:
     def fork(self, name: str | None = None) -> str:
         """Go on in a copy of this conversation, which is called `name`; the name.  ChatError if it is taken.
 
-        Lists of tokens are copied, nothing of the model's state.
+        O(1): both hold the same session until one of them goes on, in a fork of it.
         """
         if name is None:
             name = next(free for i in count(1) if (free := f"fork{i}") not in self.branches)
@@ -161,7 +161,7 @@ class Chat:
             raise ChatError(f"{name!r} is no name for a conversation: give one word")
         if name in self.branches:
             raise ChatError(f"there is a conversation {name!r} already")
-        self.branches[name] = Branch(self.branch.session.fork(), list(self.branch.before))
+        self.branches[name] = Branch(self.branch.session, self.branch.before)
         self.name = name
         return name
 

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import xxhash
 
 from skippy.cache import Lease
+from skippy.errors import NativeError
 from skippy.layout import read_rows
-from skippy.model import Model
+from skippy.model import Model, ModelContext
 from skippy.pool import NativeContext
-from skippy.sampling import Sampler
 
 __all__ = ["ColdAnswer", "ColdRuns", "Parting", "Witness", "prefix_digests"]
 
@@ -116,7 +116,6 @@ class ColdRuns:
     def answer(self, prompt: Tokens, max_tokens: int) -> ColdAnswer:
         """The greedy answer.  The first batch of a context pays for its buffers: a short one goes before the clock."""
         context = self._model.new_context(flash_attn=self._flash_attn, **self._settings)  # type: ignore[arg-type]
-        sampler = Sampler(self._model)
         try:
             sequences = context.sequences
             sequences.decode(0, 0, prompt[:1])
@@ -124,18 +123,24 @@ class ColdRuns:
             began = time.perf_counter()
             for start in range(0, len(prompt), self._n_batch):
                 part = prompt[start : start + self._n_batch]
-                sequences.decode(0, start, part, "last" if start + len(part) == len(prompt) else "none")
-            tokens = [sampler.sample(context)]
+                self._decode(context, start, part)
+            tokens = [int(context.logits().argmax())]
             ttft = 1e3 * (time.perf_counter() - began)
+            max_tokens = min(max_tokens, self._n_ctx - len(prompt) + 1)
             while not self._model.is_end(tokens[-1]) and len(tokens) < max_tokens:
-                sequences.decode(0, len(prompt) + len(tokens) - 1, np.array(tokens[-1:], np.int32))
-                tokens.append(sampler.sample(context))
+                self._decode(context, len(prompt) + len(tokens) - 1, np.array(tokens[-1:], np.int32))
+                tokens.append(int(context.logits().argmax()))
         finally:
-            sampler.close()
             context.close()
         if self._model.is_end(tokens[-1]):
             tokens.pop()
         return ColdAnswer(tokens, ttft)
+
+    @staticmethod
+    def _decode(context: ModelContext, start: int, tokens: Tokens) -> None:
+        code = context.sequences.decode(0, start, tokens)
+        if code != 0:
+            raise NativeError(f"a cold run failed at {start} with {code}", code)
 
     def logits(self, tokens: Tokens, cuts: list[int], *, gap: int = 0) -> npt.NDArray[np.float32]:
         """Logits after the last of `tokens`, evaluated cold in pieces that end at `cuts` and at the end.
@@ -148,7 +153,7 @@ class ColdRuns:
                 context.sequences.decode(1, 0, np.full(gap, tokens[0], np.int32))
             for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
                 for at in range(start, end, self._n_batch):
-                    context.sequences.decode(0, at, tokens[at : min(at + self._n_batch, end)])
+                    self._decode(context, at, tokens[at : min(at + self._n_batch, end)])
                 context.sequences.seq_rm(1)
             return context.logits()
         finally:
