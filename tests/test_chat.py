@@ -352,7 +352,7 @@ class Pty:
 def test_a_session_on_a_real_terminal() -> None:
     pytest.importorskip("pty")
     options = ["--threads", str(THREADS), "--max-tokens", "900", "--temperature", "0", "--n-ctx", "1024"]
-    terminal = Pty("chat", *options, "--system", SYSTEM * 3, seconds=90)
+    terminal = Pty("chat", *options, "--system", SYSTEM * 3, seconds=240)
     try:
         terminal.wait_for(lambda seen: seen.endswith("main> "))
         assert "/help lists the commands" in terminal.seen
