@@ -14,6 +14,7 @@ import pytest
 
 import skippy
 from skippy.demo.evidence import ColdRuns
+from skippy.sampling import Sampler
 from tests.conftest import assert_same_answer, failing, watch, words
 
 Open = Callable[..., skippy.Runtime]
@@ -488,7 +489,7 @@ def test_streams_side_by_side_and_one_too_many(open_runtime: Open, cold: ColdRun
     prompts = [words(40, 1), words(40, 2), words(40, 3)]
     streams = [rt.generate(prompt, max_tokens=5, stream=True) for prompt in prompts]
     heads = [next(streams[0]), next(streams[1])]
-    with pytest.raises(skippy.LanesBusy, match="all 2 lanes are held by streams that this thread keeps open"):
+    with pytest.raises(skippy.LanesBusy, match="all 2 lanes are held by streams that nobody else can end"):
         next(streams[2])
     for i in range(2):
         tokens = heads[i].tokens + [token for chunk in streams[i] for token in chunk.tokens]
@@ -594,3 +595,146 @@ def test_saving_that_fails_when_a_resident_leaves_does_not_fail_the_request(open
     assert rt.stats()["failures"] == {"save": 1}
     assert rt.generate(words(40, 1), max_tokens=1).reuse.cached_tokens == 0
     rt.check()
+
+
+def test_the_callers_buffer_may_be_used_again_while_a_stream_is_open(open_runtime: Open, cold: ColdRuns) -> None:
+    rt = open_runtime()
+    witness = watch(rt)
+    first, second = words(48, 1), words(48, 2)
+    buffer = np.array(first, np.int32)
+    stream = rt.generate(buffer, max_tokens=9, stream=True)
+    next(stream)
+    buffer[:] = second
+    stream.close()
+    assert ask(rt, cold, second, max_tokens=2).reuse.cached_tokens == 0
+    assert ask(rt, cold, first, max_tokens=2).reuse.cached_tokens == 47
+    assert witness.wrong == 0
+
+
+def test_a_request_runs_once(open_runtime: Open) -> None:
+    rt = open_runtime()
+    request = rt.request(words(20), max_tokens=2)
+    assert len(request.complete().tokens) == 2
+    for again in (request.run, request.complete):
+        with pytest.raises(RuntimeError, match="this request has been run"):
+            again()
+    sampler = Sampler(rt.model)
+    sampler.close()
+    sampler.close()
+    with pytest.raises(ValueError, match="this sampler is closed"):
+        sampler.sample(rt.context)
+
+
+def test_a_grammar_that_comes_to_a_dead_end_ends_the_answer(
+    open_runtime: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is allowed any more, not even an end token, llama.cpp would end the process."""
+    rt = open_runtime()
+    answer = rt.generate("Say yes:", max_tokens=10, grammar='root ::= "yes"')
+    assert (answer.text, answer.finish_reason) == ("yes", "stop")
+    monkeypatch.setattr(rt.context, "logits", lambda index=-1: np.full(rt.model.n_vocab, -np.inf, np.float32))
+    answer = rt.generate("Say yes:", max_tokens=10, grammar='root ::= "yes"')
+    assert (answer.text, answer.tokens, answer.finish_reason) == ("", [], "stop")
+    rt.check()
+
+
+def test_closing_wakes_those_who_wait_for_a_lane(open_runtime: Open) -> None:
+    rt = open_runtime(lanes=1)
+    stream = rt.generate(words(20, 1), max_tokens=50, stream=True)
+    next(stream)
+    errors: list[str] = []
+
+    def wait() -> None:
+        try:
+            rt.generate(words(20, 2), max_tokens=1)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not rt._waiting:
+        thread.join(0.01)
+    rt.close()
+    thread.join(30)
+    assert errors == ["this Runtime is closed"]
+    stream.close()
+
+
+def test_two_threads_that_wait_for_each_others_lanes_get_an_error(open_runtime: Open) -> None:
+    rt = open_runtime(lanes=2)
+    errors: list[str] = []
+    ready = threading.Barrier(2)
+
+    def hold_one_and_want_another(seed: int) -> None:
+        stream = rt.generate(words(20, seed), max_tokens=50, stream=True)
+        next(stream)
+        ready.wait(30)
+        try:
+            rt.generate(words(20, seed + 10), max_tokens=1)
+        except skippy.LanesBusy as error:
+            errors.append(str(error))
+        stream.close()
+
+    threads = [threading.Thread(target=hold_one_and_want_another, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(errors) == 1  # one gave up, and the other got its lane
+    assert rt.generate(words(20, 5), max_tokens=1).finish_reason == "length"
+
+
+def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step(open_runtime: Open) -> None:
+    """An abandoned stream in a reference cycle is closed by whoever collects, here within another request's restore."""
+    import gc
+
+    seen: list[str] = []
+
+    def collect(name: str, details: dict[str, Any]) -> None:
+        seen.append(name)
+        gc.collect()
+
+    rt = open_runtime(on_event=collect, lanes=2)
+    prompt = words(40, 1)
+    rt.generate(prompt, max_tokens=0)
+    rt.cache.space.evict_resident("test")
+    gc.disable()
+    try:
+        cycle: list[Any] = [rt.generate([*words(30, 2)], max_tokens=50, stream=True)]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        assert rt.generate([*prompt, 5], max_tokens=2).reuse.cached_tokens == 40
+    finally:
+        gc.enable()
+    assert "restore" in seen
+    rt.check()
+    assert not rt._owners
+    assert rt.generate([*words(30, 2), 7], max_tokens=1).reuse.cached_tokens == 30  # what the stream had evaluated
+
+
+def test_a_callback_may_not_use_the_runtime_that_called_it(
+    open_runtime: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    def use(name: str, details: dict[str, Any]) -> None:
+        rt.stats()
+
+    rt = open_runtime(on_event=use)
+    assert rt.generate(words(20), max_tokens=1).finish_reason == "length"
+    assert "being used from within one of its own calls" in caplog.text
+
+
+def test_a_session_answers_one_message_at_a_time(open_runtime: Open) -> None:
+    rt = open_runtime()
+    session = rt.session("You are brief. " * 8)
+    stream = session.send("One.", max_tokens=6, stream=True)
+    next(stream)
+    with pytest.raises(RuntimeError, match="an answer of this session is still being made"):
+        session.send("Two.", max_tokens=2)
+    stream.close()
+    late = session.send("Three.", max_tokens=2, stream=True)
+    session.send("Four.", max_tokens=2)
+    with pytest.raises(RuntimeError, match="this session has gone on since the stream was asked for"):
+        next(late)
+    assert [message["content"] for message in session.messages if message["role"] == "user"] == ["One.", "Four."]
