@@ -15,9 +15,9 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_examples_run(number: int, smol_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     code = EXAMPLES[number]
     assert len(code.strip().splitlines()) <= 12
     exec(compile(code.replace('"model.gguf"', repr(str(smol_path))), f"README example {number}", "exec"), {})
@@ -28,6 +28,10 @@ def test_examples_run(number: int, smol_path: Path, tmp_path: Path, capsys: pyte
     elif number == 1:
         tiers = re.findall(r"'resident': (\d+)", out)
         assert int(tiers[0]) > 80
+    elif number == 3:
+        (none, _), (cached, prompt) = re.findall(r"(\d+) of (\d+)", out)
+        assert (int(none), int(cached) > 80) == (0, True)
+        assert int(prompt) - int(cached) < 20
     else:
         first, second = re.findall(r"(never_seen|partial) (\d+)", out)
         assert (first[0], second[0]) == ("never_seen", "partial")
