@@ -25,6 +25,7 @@ lint: $(STAMPS)/installed
 bench: $(STAMPS)/installed
 	$(BIN)/python benchmarks/index.py
 	$(BIN)/python benchmarks/state.py
+	$(BIN)/python benchmarks/overhead.py
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else "skippy needs Python 3.10 to 3.13, this is %d.%d: make PYTHON=python3.12" % v[:2])'

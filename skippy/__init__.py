@@ -14,6 +14,7 @@ from skippy.errors import (
     StateError,
 )
 from skippy.llama import Llama, PrefixCache
+from skippy.llama_cache import LlamaPrefixCache
 from skippy.report import Explanation, ReuseReport
 from skippy.request import Chunk, Completion
 from skippy.runtime import Runtime
@@ -30,6 +31,7 @@ __all__ = [
     "Explanation",
     "LanesBusy",
     "Llama",
+    "LlamaPrefixCache",
     "Locked",
     "ModelError",
     "NativeError",

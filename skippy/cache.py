@@ -104,6 +104,7 @@ class Cache:
             emit=self._emit,
         )
         self.speeds = Speeds()
+        self.seconds_looking_up = 0.0
         self.history = PartingHistory()
         self.tokens: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -185,8 +186,10 @@ class Cache:
         lease.diverged_at = self.note_parting(lease.namespace, tokens)
         trouble: _Failure | None = None
         while True:
+            began = time.perf_counter()
             match = self.tree.match(lease.namespace, tokens)
             plan = make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds)
+            self.seconds_looking_up += time.perf_counter() - began
             failure = self._execute(lease, plan, tokens) if plan.parts else None
             if failure is None:
                 break
@@ -195,10 +198,19 @@ class Cache:
             if not self._mend(failure):  # trying again would fail again
                 break
         lease.reason = trouble.reason if trouble else plan.reason
+        self._count_lost(lease, tokens)
         if lease.reason == "not_worth_it":
             self.speeds.declined()
         if lease.reason == "hit" and lease.diverged_at is not None:
             lease.reason = "partial"
+
+    def _count_lost(self, lease: Lease, tokens: Tokens) -> None:
+        """Tokens that a larger budget would have kept; where nothing was restored, that is the reason."""
+        lost = min(self.space.tombstones.longest(lease.namespace, tokens), len(tokens) - 1) - lease.restored
+        if lost > 0:
+            self.tokens["lost"] += lost
+            if lease.restored == 0 and lease.reason in ("never_seen", "below_min_tokens"):
+                lease.reason = "evicted_recently"
 
     def note_parting(self, namespace: str, tokens: Tokens) -> int | None:
         """At which index the prompt `tokens` leaves a stored path, or None; the history takes note of it."""
@@ -482,11 +494,18 @@ class Cache:
         parted = len(stored) > 0
         before = tokens[max(0, at - around) : at]
         volatile = self.history.volatile_index(namespace, at)
+        cached = 0 if self._off_reason() else plan.length
+        reason = "partial" if plan.reason == "hit" and parted else plan.reason
+        if cached == 0 and reason == "never_seen" and self.space.tombstones.longest(namespace, tokens):
+            reason = "evicted_recently"
+        speed = self.speeds.prefill
         return Explanation(
             prompt_tokens=len(tokens),
             matched_tokens=at,
-            cached_tokens=0 if self._off_reason() else plan.length,
-            reason=self._off_reason() or ("partial" if plan.reason == "hit" and parted else plan.reason),
+            cached_tokens=cached,
+            evaluated_tokens=len(tokens) - cached,
+            seconds=None if speed is None else (len(tokens) - cached) / speed,
+            reason=self._off_reason() or reason,
             diverged_at=at if parted else None,
             stored_text=show(np.concatenate([before, stored])) if parted else None,
             prompt_text=show(np.concatenate([before, tokens[at : at + around]])) if parted else None,
@@ -507,7 +526,8 @@ class Cache:
         return {
             "mode": self.config.mode,
             "unable": self.unable,
-            "tokens": {name: self.tokens[name] for name in ("prompt", "cached", "evaluated")}
+            "seconds_looking_up": self.seconds_looking_up,
+            "tokens": {name: self.tokens[name] for name in ("prompt", "cached", "evaluated", "lost")}
             | {f"cached_{tier}": self.tokens[f"cached:{tier}"] for tier in TIERS},
             "requests": dict(self.reasons),
             "cells": {
@@ -521,6 +541,8 @@ class Cache:
                 "capacity": self.store.arena.capacity,
                 "in_use": self.store.arena.used,
                 "peak": self.store.arena.peak,
+                "saves": self.store.saves,
+                "restores": self.store.restores,
                 "bytes_saved": self.store.bytes_saved,
                 "bytes_restored": self.store.bytes_restored,
                 "seconds_saving": self.store.seconds_saving,

@@ -6,8 +6,9 @@ from collections import OrderedDict
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-__all__ = ["PartingHistory", "goes_on_alike"]
+__all__ = ["PartingHistory", "Tokens", "Tombstones", "goes_on_alike"]
 
 Tokens = npt.NDArray[np.int32]
 
@@ -69,3 +70,29 @@ class PartingHistory:
             if name == namespace and index <= matched and self.prompts_parted(name, index) >= least
         ]
         return min(found, default=None)
+
+
+class Tombstones:
+    """Remembers paths whose state was evicted, by digest; at most `capacity` of them, the oldest go."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._graves: OrderedDict[tuple[str, int, bytes], None] = OrderedDict()
+
+    def add(self, namespace: str, tokens: Tokens) -> None:
+        """The state of this path is gone.  O(tokens)."""
+        key = (namespace, len(tokens), xxhash.xxh3_128_digest(tokens.tobytes()))
+        self._graves[key] = self._graves.pop(key, None)
+        if len(self._graves) > self._capacity:
+            self._graves.popitem(last=False)
+
+    def longest(self, namespace: str, tokens: Tokens) -> int:
+        """How many leading tokens of a prompt had state that was evicted; 0 if none.  O(tokens and graves)."""
+        lengths = sorted({n for name, n, _ in self._graves if name == namespace and n <= len(tokens)})
+        state, at, found = xxhash.xxh3_128(), 0, 0
+        for n in lengths:
+            state.update(tokens[at:n].tobytes())
+            at = n
+            if (namespace, n, state.digest()) in self._graves:
+                found = n
+        return found

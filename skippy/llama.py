@@ -27,6 +27,8 @@ from skippy.config import Adapter, CacheConfig, ResidentCacheConfig, StageConfig
 from skippy.errors import SkippyError, StateError
 from skippy.identity import KvIdentity, MessageBase
 from skippy.layout import MAGIC
+from skippy.llama_cache import LlamaPrefixCache
+from skippy.metrics import prometheus_text
 from skippy.model import KV_TYPES, AdapterFile, family_of
 from skippy.pool import Pool
 from skippy.probe import Capability, probe
@@ -69,6 +71,10 @@ class PrefixCache:
     def stats(self) -> dict[str, Any]:
         """Counters as plain data; docs/stats.md describes each.  O(1)."""
         return self.cache.stats()
+
+    def metrics(self) -> str:
+        """The counters as Prometheus text."""
+        return prometheus_text(self.stats())
 
     def explain(self, tokens: Sequence[int], *, prompt_cache_key: str = "") -> Explanation:
         """Where the prompt `tokens` would leave what is stored, as index and as text.  Changes nothing."""
@@ -116,6 +122,8 @@ class Llama(llama_cpp.Llama):
         self._turn_thread = 0
         self._turn_number = 0
         self._inside_thread = 0
+        self._bytes_per_token = 0
+        self._set_cache: Any = None
         super().__init__(model_path, **kwargs)
         if self._on:
             self._attach()
@@ -160,6 +168,7 @@ class Llama(llama_cpp.Llama):
             self._on = False
             return
         assert self._sequences is not None
+        self._bytes_per_token = capability.bytes_per_token
         stage = self._stage(capability)
         caps = ResidentCacheConfig.from_stage(stage, self._config)
         pool = Pool(self._sequences, lanes=1, residents=min(caps.max_entries, self._sequences.n_seq_max - 2))
@@ -500,6 +509,49 @@ class Llama(llama_cpp.Llama):
                 yield chunk
         finally:
             chunks.close()  # type: ignore[attr-defined]
+
+    # -- set_cache ---------------------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> Any:
+        """What `set_cache` was given.  A LlamaPrefixCache stays out of the parent's sight while it completes: the
+        parent would save the state after every request, and all that is to be kept is kept already.
+        """
+        hidden = isinstance(self._set_cache, LlamaPrefixCache) and self._inside_thread == threading.get_ident()
+        return None if hidden else self._set_cache
+
+    @cache.setter
+    def cache(self, cache: Any) -> None:
+        self._set_cache = cache
+        if isinstance(cache, LlamaPrefixCache):
+            cache.bind(self)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of cached state: cells of residents, and saved state in RAM."""
+        if self.prefix_cache is None:
+            return 0
+        cache = self.prefix_cache.cache
+        return cache.tree.cells * self._bytes_per_token + cache.store.arena.used
+
+    def restorable(self, tokens: Sequence[int]) -> int:
+        """How many leading tokens of a prompt could be restored now."""
+        if self.prefix_cache is None or not len(tokens):
+            return 0
+        cache = self.prefix_cache.cache
+        return cache.lookup(self.prefix_cache.namespace_hash(), np.array(tokens, np.int32))
+
+    def restored_state(self, tokens: Sequence[int]) -> Any:
+        """A LlamaState of the longest stored prefix of `tokens`, which is in the context afterwards."""
+        number = self._begin_turn()
+        try:
+            self._drop_lease()
+            self._foreign = False
+            self.n_tokens = 0
+            self._restore(list(tokens))
+            return self.save_state()
+        finally:
+            self._end_turn(number)
 
     # -- what would destroy cached sequences ------------------------------------------------------------
 

@@ -51,7 +51,8 @@ class ReuseReport:
 class Explanation:
     """Where a prompt would leave what is stored.
 
-    `matched_tokens` agree with a stored path and `cached_tokens` of them could be restored now; from token
+    `matched_tokens` agree with a stored path and `cached_tokens` of them could be restored now; the rest,
+    `evaluated_tokens`, would take about `seconds` to evaluate (None until that was measured).  From token
     `diverged_at` on the stored path reads `stored_text` and the prompt `prompt_text` (eight tokens before and
     after that index; None where nothing parts).  `hint` is "volatile_prefix" once three prompts have parted at
     one index and then went on alike: something at that place changes with every request.
@@ -60,7 +61,9 @@ class Explanation:
     prompt_tokens: int
     matched_tokens: int
     cached_tokens: int
+    evaluated_tokens: int
     reason: str
+    seconds: float | None = None
     diverged_at: int | None = None
     stored_text: str | None = None
     prompt_text: str | None = None

@@ -19,6 +19,7 @@ from skippy.config import Adapter as AdapterIdentity
 from skippy.config import CacheConfig, ResidentCacheConfig, StageConfig
 from skippy.errors import LanesBusy, PromptTooLong
 from skippy.identity import KvIdentity, MessageBase
+from skippy.metrics import prometheus_text
 from skippy.model import AdapterFile, Model
 from skippy.pool import Pool
 from skippy.probe import Capability, probe
@@ -291,6 +292,10 @@ class Runtime:
                 "llama_cpp": BUILD,
                 **self.cache.stats(),
             }
+
+    def metrics(self) -> str:
+        """The counters as Prometheus text, labelled with the model's file name.  No token and no text is in it."""
+        return prometheus_text(self.stats(), model=Path(self.model.path).name)
 
     def check(self) -> None:
         """Prove that the tree, the pool and the saved state agree; AssertionError with the reason where not."""

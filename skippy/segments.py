@@ -48,6 +48,8 @@ class RamStore:
         self.arena = Arena(capacity)
         self.seconds_saving = 0.0
         self.seconds_restoring = 0.0
+        self.saves = 0
+        self.restores = 0
         self.bytes_saved = 0
         self.bytes_restored = 0
         self.scratch: Bytes = np.empty(0, np.uint8)
@@ -80,6 +82,7 @@ class RamStore:
                 self.arena.free(block)
             raise
         self.seconds_saving += time.perf_counter() - began
+        self.saves += 1
         self.bytes_saved += size
         return Segment(start, end, block, checksum)
 
@@ -111,6 +114,7 @@ class RamStore:
         if pool.context.seq_pos_min(dst) != 0 or pool.length(dst) != end:
             raise StateError(f"sequence {dst} has {pool.length(dst)} tokens after a restore, expected {end}")
         self.seconds_restoring += time.perf_counter() - began
+        self.restores += 1
         self.bytes_restored += len(state)
 
     def _room(self, size: int) -> Bytes:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from skippy._radix import Node, RadixTree, Span
 from skippy.arena import Block
 from skippy.errors import ContextFull, Locked, NativeError
+from skippy.history import Tokens, Tombstones
 from skippy.pool import Pool
 from skippy.segments import RamStore, Segment
 
@@ -49,6 +50,7 @@ class Space:
         self.keep_saved = keep_saved
         self.evictions: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
+        self.tombstones = Tombstones()
         self._lane_cells = lane_cells
         self._held_cells = held_cells
         self._emit = emit
@@ -89,7 +91,9 @@ class Space:
         if node is None:
             return False
         self.save_path(node, self.sequence_of(node))
+        path = self.tree.tokens(node)
         self.drop_resident(node)
+        self._bury(node.namespace, path)
         self.evictions[f"resident:{reason}"] += 1
         self._emit("evict", tier="resident", reason=reason, tokens=node.length)
         return True
@@ -225,6 +229,12 @@ class Space:
             self.evictions["segment:refused"] += 1
         return segment
 
+    def _bury(self, namespace: str, path: Tokens) -> None:
+        """Remember a path that something has just left, if not all of it can be brought back any more."""
+        match = self.tree.match(namespace, path)
+        if max(match.resident_length, match.segment_length) < len(path):
+            self.tombstones.add(namespace, path)
+
     def _make_block(self, size: int) -> Block | None:
         """A block of `size` bytes, for which the least recent segments leave; None if that is not enough."""
         while True:
@@ -240,7 +250,10 @@ class Space:
         """Free the memory of a segment, then its entry."""
         segment = self.segment_of(node)
         length = segment.end - segment.start
+        path = self.tree.tokens(node)
         self.tree.take(node, "segment")
         self.store.drop(segment)
+        if reason == "bytes":
+            self._bury(node.namespace, path)
         self.evictions[f"segment:{reason}"] += 1
         self._emit("evict", tier="ram", reason=reason, tokens=length)

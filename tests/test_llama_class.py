@@ -448,3 +448,51 @@ def test_a_stream_is_at_its_end_when_another_request_begins(open_llama: Open) ->
     first.close()
     assert llama(LONG, max_tokens=1)["usage"]["prompt_tokens"] > 40
     llama.prefix_cache.check()
+
+
+def test_set_cache_with_a_prefix_cache(open_llama: Open, smol_path: Path) -> None:
+    cache = skippy.LlamaPrefixCache()
+    assert bool(cache)
+    assert cache.cache_size == 0
+    tokens = [1, 2, 3]
+    assert tokens not in cache
+    with pytest.raises(KeyError):
+        cache[tokens]
+    llama = open_llama()
+    llama.set_cache(cache)
+    assert llama.cache is cache
+    saves: list[int] = []
+    real = llama.save_state
+    llama.save_state = lambda: saves.append(1) or real()
+    prompt = llama.tokenize(LONG.encode(), add_bos=False)
+    first = llama(LONG, max_tokens=4, temperature=0.0)
+    assert not saves  # the parent did not copy the context
+    assert prompt in cache
+    assert cache.cache_size == llama.prefix_cache.stats()["cells"]["resident"] * (23040 + 12)
+    state = cache[[*prompt, 5]]
+    assert (state.n_tokens, state.input_ids[: len(prompt)].tolist()) == (len(prompt), prompt)
+    cache[prompt] = state  # nothing to do: it is kept already
+    again = llama(LONG, max_tokens=4, temperature=0.0)
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
+    llama.set_cache(llama_cpp.LlamaRAMCache())  # the parent's own still works
+    llama(LONG + " And", max_tokens=1)
+    assert len(llama.cache.cache_state) == 1
+
+
+def test_a_prefix_cache_on_another_llama_keeps_nothing(smol_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llama = llama_cpp.Llama(str(smol_path), **{**SETTINGS, "n_ctx": 128})
+    llama.set_cache(skippy.LlamaPrefixCache())
+    llama("Hello there", max_tokens=1)
+    llama("Hello there", max_tokens=1)
+    assert caplog.text.count("LlamaPrefixCache keeps nothing") == 1
+    llama.close()
+
+
+def test_metrics_of_a_llama(open_llama: Open) -> None:
+    llama = open_llama()
+    llama(LONG, max_tokens=1)
+    n = llama.last_reuse.prompt_tokens
+    text = llama.prefix_cache.metrics()
+    assert f"skippy_prompt_tokens_total {n}\n" in text
+    assert LONG[:20] not in text

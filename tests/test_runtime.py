@@ -562,7 +562,8 @@ def test_events_and_counters(open_runtime: Open) -> None:
     assert seen[-1][1] == {"prompt_tokens": 65, "cached_tokens": 64, "reason": "hit"}
     stats = rt.stats()
     assert stats["tokens"] == {
-        "prompt": 129, "cached": 64, "evaluated": 65, "cached_resident": 0, "cached_ram": 64, "cached_disk": 0,
+        "prompt": 129, "cached": 64, "evaluated": 65, "lost": 0,
+        "cached_resident": 0, "cached_ram": 64, "cached_disk": 0,
     }  # fmt: skip
     assert stats["requests"] == {"never_seen": 1, "hit": 1}
     assert stats["prefill_tokens_per_second"] > 0
