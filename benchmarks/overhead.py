@@ -1,10 +1,12 @@
 """What the cache costs where there is nothing to reuse: skippy.Llama beside llama_cpp.Llama, in pairs.
 
-    python benchmarks/overhead.py [--model PATH] [--tokens 256] [--pairs 20] [--threads N] [--json FILE]
+    python benchmarks/overhead.py [--model PATH] [--tokens 256] [--pairs 20] [--threads N] [--max-resident-tokens N]
 
 Each pair asks both for the first token of the same new prompt, in changing order.  Printed are medians and quartiles of
 the times and of the difference within a pair; the difference is noise plus overhead, so look at its quartiles.  The
-last row is what the cache itself did meanwhile, by its own clock: looking up, and keeping what was evaluated.
+last row is what the cache itself did meanwhile, by its own clock: looking up, and keeping what was evaluated (which
+comes after the first token).  Prompts that stay in the pool make llama.cpp attend over more cells; to see what that
+costs, compare with --max-resident-tokens 256.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--max-resident-tokens", type=int, help="cap of the cells that cached prompts keep")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     path = str(options.model or packaged_model())
@@ -48,7 +51,8 @@ def main() -> None:
         "n_threads_batch": options.threads,
     }  # fmt: skip
     parent = llama_cpp.Llama(path, **settings)
-    ours = skippy.Llama(path, **settings)
+    cap = options.max_resident_tokens
+    ours = skippy.Llama(path, cache=skippy.CacheConfig(max_resident_tokens=cap), **settings)
     assert ours.prefix_cache is not None
     cache = ours.prefix_cache.cache
     own: list[float] = []

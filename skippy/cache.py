@@ -10,18 +10,19 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from skippy._radix import Lock, Match, Node, RadixTree
+from skippy._radix import Node, RadixTree
 from skippy.config import CacheConfig
 from skippy.errors import ContextFull, Locked, NativeError, StateError
-from skippy.history import PartingHistory
+from skippy.history import PartingHistory, Tokens
+from skippy.lease import Lease, Observer, release
 from skippy.plan import Part, Plan, make_plan
 from skippy.pool import Pool
+from skippy.recorder import Recorder
 from skippy.report import TIERS, Explanation
 from skippy.segments import LoadRefused, RamStore
 from skippy.space import Space
@@ -30,24 +31,6 @@ from skippy.speeds import Speeds
 __all__ = ["Cache", "Lease", "Observer"]
 
 log = logging.getLogger("skippy")
-
-Tokens = npt.NDArray[np.int32]
-
-
-@dataclass(eq=False)
-class Lease:
-    """A lane in use: `length` tokens of `namespace` are in sequence `lane`, `held` of them shared with residents."""
-
-    lane: int
-    namespace: str
-    length: int = 0
-    restored: int = 0
-    held: int = 0
-    by_tier: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
-    reason: str = "never_seen"
-    diverged_at: int | None = None
-    restore_ms: float = 0.0
-    lock: Lock | None = None
 
 
 @dataclass(frozen=True)
@@ -60,16 +43,6 @@ class _Failure:
 
 class _LaneLost(NativeError):
     """A lane could not be emptied, and is set aside."""
-
-
-class Observer(Protocol):
-    """Somebody who looks on, for tests and for the demonstration; called with the context's lock held."""
-
-    def restored(self, lease: Lease, tokens: Tokens) -> None:
-        """The prompt `tokens` was looked up, and the lane holds its first `lease.length`."""
-
-    def evaluated(self, lease: Lease, tokens: Tokens) -> None:
-        """A request ended, and the lane holds `tokens`; it is recorded and emptied next."""
 
 
 class Cache:
@@ -91,7 +64,7 @@ class Cache:
         self.pool = pool
         self.config = config
         self.unable = unable
-        self.max_resident_tokens = max_resident_tokens
+        self._leases: set[Lease] = set()
         self.tree = RadixTree()
         self.store = RamStore(0 if self.off or config.payload == "resident-kv" else config.saved_bytes_cap())
         self.space = Space(
@@ -103,13 +76,13 @@ class Cache:
             keep_saved=self.store.arena.capacity > 0,
             emit=self._emit,
         )
+        self.recorder = Recorder(self.space, self._leases, max_resident_tokens=max_resident_tokens)
         self.speeds = Speeds()
         self.seconds_looking_up = 0.0
         self.history = PartingHistory()
         self.tokens: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.observer: Observer | None = None
-        self._leases: set[Lease] = set()
         self._on_event = on_event
 
     @property
@@ -296,7 +269,7 @@ class Cache:
         except NativeError as error:
             raise _LaneLost(str(error)) from error
         finally:
-            self._release(lease)
+            release(self.tree, lease)
         lease.length = lease.restored = lease.held = 0
         lease.by_tier = dict.fromkeys(TIERS, 0)
 
@@ -333,134 +306,19 @@ class Cache:
             if self.pool.length(lease.lane) != n:
                 raise NativeError(f"the lane holds {self.pool.length(lease.lane)} tokens, {n} were evaluated")
             if self.config.payload == "full-state":
-                return self._record_saved(lease, tokens)
-            return self._record_resident(lease, tokens)
+                return self.recorder.save(lease, tokens)
+            return self.recorder.keep(lease, tokens)
         except NativeError as error:
             self.space.failures["record"] += 1
             log.warning("an evaluated path was not recorded: %s", error)
             return False
-
-    def _record_saved(self, lease: Lease, tokens: Tokens) -> bool:
-        self.space.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
-        match = self.tree.match(lease.namespace, tokens)
-        if match.segments:
-            self.tree.touch(match.segments[-1].node)
-        return match.segment_length == len(tokens)
-
-    def _record_resident(self, lease: Lease, tokens: Tokens) -> bool:
-        n = len(tokens)
-        keep = min(n, self.max_resident_tokens) if self.max_resident_tokens else n
-        match = self.tree.match(lease.namespace, tokens)
-        if match.resident is not None and match.resident_length >= keep:
-            self.tree.touch(match.resident)
-        else:
-            self._keep_resident(lease, tokens[:keep], match)
-        if keep < n and self.store.arena.capacity:
-            self.space.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
-        while self.max_resident_tokens and self.tree.cells > self.max_resident_tokens:
-            if not self.space.evict_resident("resident_cap"):
-                break
-        return self.tree.match(lease.namespace, tokens).matched == n
-
-    def _keep_resident(self, lease: Lease, tokens: Tokens, match: Match) -> None:
-        """Make the lane's first tokens a resident; what others hold of them in the pool is taken from them."""
-        shared, n = match.resident_length, len(tokens)
-        sources: list[tuple[int, int]] = []  # (sequence, up to which length it is taken)
-        seq: int | None = None
-        if match.resident is not None:
-            sources.append((self.space.sequence_of(match.resident), shared))
-            if match.resident.length == shared:
-                seq = self._grow(lease, match.resident)
-        grown = seq is not None
-        running = self._running(lease, tokens, shared)
-        if running is not None:
-            sources.append(running)
-        sources.append((lease.lane, n))
-        guard = self.tree.lock(match.resident) if match.resident is not None and not grown else None
-        try:
-            if seq is None:
-                seq = self._resident_id()
-            if seq is None:
-                return
-            start = shared if grown else 0
-            try:
-                for source, end in sources:
-                    if end > start:
-                        self.pool.append(source, seq, start, end)
-                        start = end
-            except BaseException:
-                self._give_up(seq)
-                raise
-        finally:
-            if guard is not None:
-                self.tree.unlock(guard)
-        node = self.tree.insert(lease.namespace, tokens)
-        self.tree.put(node, "resident", seq)
-        self._release(lease)
-        for ancestor in self.tree.covered(node):
-            self.space.drop_resident(ancestor)
-        # The lane lives on, and shares with the new resident all but what it evaluated beside somebody else.
-        taken = max([shared, *(end for _, end in sources[:-1])])
-        lease.lock = self.tree.lock(node, cells=True)
-        lease.held = n - max(0, taken - lease.held)
-
-    def _grow(self, lease: Lease, holder: Node) -> int | None:
-        """The sequence of a resident whose whole path is the head of a new one, which goes on with its id.
-
-        None where another request uses the holder: then the new path takes an id of its own.
-        """
-        held = lease.held
-        self._release(lease)
-        try:
-            return int(self.tree.take(holder, "resident"))
-        except Locked:
-            return None
-        finally:
-            lease.held = held
-
-    def _running(self, lease: Lease, tokens: Tokens, beyond: int) -> tuple[int, int] | None:
-        """The lane of the request that shares most of this path, if more than `beyond`, and how much.
-
-        What such a request took from a resident that has left since is still in the pool, and counted: a new
-        resident has to take it from there, or there would be two copies of what counts once.
-        """
-        best: tuple[int, int] | None = None
-        for other in self._leases:
-            if other is lease or other.lock is None or other.namespace != lease.namespace:
-                continue
-            held = self.tree.tokens(other.lock.node)[: min(other.held, len(tokens))]
-            if len(held) <= beyond or other.lock.length != other.held:
-                continue
-            differ = np.flatnonzero(held != tokens[: len(held)])
-            common = int(differ[0]) if differ.size else len(held)
-            if common > beyond:
-                best, beyond = (other.lane, common), common
-        return best
-
-    def _give_up(self, seq: int) -> None:
-        try:
-            self.pool.give_back(seq)
-        except NativeError:  # set aside and counted by the pool
-            self.space.failures["drop"] += 1
-
-    def _resident_id(self) -> int | None:
-        """A free id for a cached path, for which the least recent resident leaves; None if none can."""
-        while (seq := self.pool.take_resident()) is None:
-            if not self.space.evict_resident("entries"):
-                return None
-        return seq
-
-    def _release(self, lease: Lease) -> None:
-        if lease.lock is not None:
-            self.tree.unlock(lease.lock)
-            lease.lock = None
 
     def end(self, lease: Lease) -> None:
         """Empty the lane of `lease` and free it.  What was not recorded is gone.  Ending twice does nothing."""
         if lease not in self._leases:
             return
         self._leases.discard(lease)
-        self._release(lease)
+        release(self.tree, lease)
         try:
             self.pool.give_back(lease.lane)
         except NativeError:  # set aside and counted by the pool
@@ -535,7 +393,7 @@ class Cache:
                 "in_use": self.space.cells_in_use,
                 "resident": self.tree.cells,
                 "lost": self.pool.lost_cells,
-                "resident_cap": self.max_resident_tokens,
+                "resident_cap": self.recorder.max_resident_tokens,
             },
             "ram": {
                 "capacity": self.store.arena.capacity,

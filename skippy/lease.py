@@ -1,0 +1,45 @@
+"""A lane in use, and what one may look on at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from skippy._radix import Lock, RadixTree
+from skippy.history import Tokens
+from skippy.report import TIERS
+
+__all__ = ["Lease", "Observer", "release"]
+
+
+@dataclass(eq=False)
+class Lease:
+    """A lane in use: `length` tokens of `namespace` are in sequence `lane`, `held` of them shared with residents."""
+
+    lane: int
+    namespace: str
+    length: int = 0
+    restored: int = 0
+    held: int = 0
+    by_tier: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    reason: str = "never_seen"
+    diverged_at: int | None = None
+    restore_ms: float = 0.0
+    lock: Lock | None = None
+
+
+def release(tree: RadixTree, lease: Lease) -> None:
+    """Give back the lock on the cells that a lane shares with residents."""
+    if lease.lock is not None:
+        tree.unlock(lease.lock)
+        lease.lock = None
+
+
+class Observer(Protocol):
+    """Somebody who looks on, for tests and for the demonstration; called with the context's lock held."""
+
+    def restored(self, lease: Lease, tokens: Tokens) -> None:
+        """The prompt `tokens` was looked up, and the lane holds its first `lease.length`."""
+
+    def evaluated(self, lease: Lease, tokens: Tokens) -> None:
+        """A request ended, and the lane holds `tokens`; it is recorded and emptied next."""
