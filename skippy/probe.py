@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from skippy._llama import PARTIAL
 from skippy.errors import SkippyError
 from skippy.layout import check_positions, cut, v_transposed, without_ids
 from skippy.pool import NativeContext
@@ -15,11 +16,16 @@ __all__ = ["Capability", "probe"]
 
 @dataclass(frozen=True)
 class Capability:
-    """`unable` says why state cannot be reused, or is None; `flash_attn` is what llama.cpp decided, where it shows."""
+    """What a context can do, and what its state takes.
+
+    `unable` says why state cannot be reused, or is None; `flash_attn` is what llama.cpp decided, where it shows.
+    `point_state_bytes` is the size of the partial state, which cannot be cut at a token; 0 where all of it can be.
+    """
 
     unable: str | None
     flash_attn: bool | None = None
     bytes_per_token: int = 0
+    point_state_bytes: int = 0
 
 
 class _Refused(Exception):
@@ -98,5 +104,12 @@ def _try(context: NativeContext, bos: int, first: int, second: int, n: int) -> C
         np.array_equal(without_ids(cut(whole, half, n)), without_ids(tail)),
         "a saved state cannot be cut at a token: its layout is not the known one",
     )
+    partial = context.state_size(first, PARTIAL)
+    _expect(partial <= len(whole), f"its partial state takes {partial} bytes, all of it {len(whole)}")
     transposed = v_transposed(whole)
-    return Capability(None, None if transposed is None else not transposed, per_token)
+    return Capability(
+        None,
+        None if transposed is None else not transposed,
+        per_token,
+        0 if partial == len(whole) else partial,  # a model without such state saves everything
+    )

@@ -27,7 +27,7 @@ def test_a_dense_model_on_a_unified_context(fresh: Fresh) -> None:
         ({"flash_attn": "auto"}, True),
     ):
         context = fresh(**settings)
-        assert probe(context.sequences, bos=1, unified=True) == Capability(None, flash, 23052)
+        assert probe(context.sequences, bos=1, unified=True) == Capability(None, flash, 23052, 0)
         assert [context.sequences.seq_pos_max(seq) for seq in range(8)] == [-1] * 8
 
 
@@ -78,6 +78,7 @@ def scribble_on_the_first(real: Any, seq: int, data: Any, flags: int = 0) -> Non
         ({"load": lambda real, seq, data, flags=0: None}, "a restored sequence does not end where it was saved"),
         ({"load": scribble_on_the_first}, "restoring changed another sequence"),
         ({"state_size": lambda real, seq, flags=0: real(seq, flags) + 64}, "bytes, .* were announced"),
+        ({"state_size": lambda real, seq, flags=0: real(seq) + flags}, "its partial state takes .* bytes, all of it"),
     ],
 )
 def test_each_thing_that_is_amiss_has_its_reason(fresh: Fresh, calls: dict[str, Any], reason: str) -> None:
@@ -86,6 +87,11 @@ def test_each_thing_that_is_amiss_has_its_reason(fresh: Fresh, calls: dict[str, 
     assert found.unable is not None
     assert re.search(reason, found.unable), found.unable
     assert [context.sequences.seq_pos_max(seq) for seq in (0, 1)] == [-1, -1]
+
+
+def test_a_partial_state_of_its_own_size_is_point_state(fresh: Fresh) -> None:
+    odd = Odd(fresh().sequences, state_size=lambda real, seq, flags=0: 1000 if flags else real(seq))
+    assert probe(odd, bos=1, unified=True).point_state_bytes == 1000  # type: ignore[arg-type]
 
 
 def test_a_context_that_is_not_unified_is_not_touched(fresh: Fresh) -> None:
