@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from skippy._radix import Node, RadixTree
+from skippy._radix import Match, Node, RadixTree
 from skippy.config import CacheConfig
 from skippy.errors import ContextFull, Locked, NativeError, StateError
 from skippy.history import PartingHistory, Tokens
@@ -152,16 +152,19 @@ class Cache:
         """How many leading tokens of a prompt `begin` would restore now.  Changes nothing."""
         if self._off_reason():
             return 0
+        return self._plan(namespace, tokens)[1].length
+
+    def _plan(self, namespace: str, tokens: Tokens) -> tuple[Match, Plan]:
+        """What is held of a prompt, and what of it is worth bringing back.  Changes nothing."""
         match = self.tree.match(namespace, tokens)
-        return make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds).length
+        return match, make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds)
 
     def _restore(self, lease: Lease, tokens: Tokens) -> None:
         lease.diverged_at = self.note_parting(lease.namespace, tokens)
         trouble: _Failure | None = None
         while True:
             began = time.perf_counter()
-            match = self.tree.match(lease.namespace, tokens)
-            plan = make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds)
+            _, plan = self._plan(lease.namespace, tokens)
             self.seconds_looking_up += time.perf_counter() - began
             failure = self._execute(lease, plan, tokens) if plan.parts else None
             if failure is None:
@@ -345,8 +348,7 @@ class Cache:
 
     def explain(self, namespace: str, tokens: Tokens, show: Callable[[Tokens], str], around: int = 8) -> Explanation:
         """Where the prompt `tokens` would leave what is stored; `show` turns tokens into text.  Changes nothing."""
-        match = self.tree.match(namespace, tokens)
-        plan = make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds)
+        match, plan = self._plan(namespace, tokens)
         at = match.matched
         stored = self.tree.following(namespace, tokens, around) if 0 < at < len(tokens) else tokens[:0]
         parted = len(stored) > 0

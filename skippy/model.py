@@ -113,11 +113,6 @@ class Model:
         return family_of(self._live)
 
     @property
-    def n_ctx_train(self) -> int:
-        """Tokens of context that the model was trained with."""
-        return int(lib.llama_model_n_ctx_train(self._live))
-
-    @property
     def n_layer(self) -> int:
         """Layers of the model."""
         return int(lib.llama_model_n_layer(self._live))
