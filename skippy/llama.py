@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
-import logging
-import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import llama_cpp
@@ -20,78 +14,21 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from skippy._binding import BUILD
-from skippy._llama import SEQ_LIMIT, Context
-from skippy.cache import Cache, Lease
-from skippy.config import Adapter, CacheConfig, ResidentCacheConfig, StageConfig
+from skippy._llama import Context
+from skippy.cache import Lease
+from skippy.config import CacheConfig
 from skippy.errors import SkippyError, StateError
-from skippy.identity import KvIdentity, MessageBase
 from skippy.layout import MAGIC
 from skippy.llama_cache import LlamaPrefixCache
-from skippy.metrics import prometheus_text
-from skippy.model import KV_TYPES, AdapterFile, family_of
-from skippy.pool import Pool
-from skippy.probe import Capability, probe
-from skippy.report import Explanation, ReuseReport
+from skippy.llama_calls import Options, OptionsOfThreads, describe
+from skippy.llama_context import LANE, attach, prepare
+from skippy.llama_turns import Steps, Turns
+from skippy.prefix_cache import PrefixCache
+from skippy.report import ReuseReport
 
 __all__ = ["Llama", "PrefixCache"]
 
-log = logging.getLogger("skippy")
-
-_LANE, _CAPTURE = 0, 1
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
-_KV_NAMES = {number: name for name, number in KV_TYPES.items()}
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What a call said about the cache: whether to look up, whether to keep, and for whom."""
-
-    look_up: bool = True
-    keep: bool = True
-    key: str = ""
-
-
-class PrefixCache:
-    """What a `Llama` keeps of the prompts it has seen: counters, explanations, and how to empty it."""
-
-    def __init__(self, cache: Cache, identity: KvIdentity, show: Callable[[list[int]], str]) -> None:
-        self.cache = cache
-        self._identity = identity
-        self._show = show
-        self._namespaces: dict[str, str] = {}
-
-    def namespace_hash(self, key: str = "") -> str:
-        """The identity under which prompts are stored: model, build, settings, and the caller's key."""
-        found = self._namespaces.get(key)
-        if found is None:
-            found = self._namespaces[key] = self._identity.namespace(MessageBase(namespace=key or None))
-        return found
-
-    def stats(self) -> dict[str, Any]:
-        """Counters as plain data; docs/stats.md describes each.  O(1)."""
-        return self.cache.stats()
-
-    def metrics(self) -> str:
-        """The counters as Prometheus text."""
-        return prometheus_text(self.stats())
-
-    def explain(self, tokens: Sequence[int], *, prompt_cache_key: str = "") -> Explanation:
-        """Where the prompt `tokens` would leave what is stored, as index and as text.  Changes nothing."""
-        array = np.array(tokens, np.int32)
-        if array.ndim != 1 or array.size == 0:
-            raise ValueError("tokens is empty, expected the token ids of a prompt")
-        return self.cache.explain(
-            self.namespace_hash(prompt_cache_key), array, lambda part: self._show([int(token) for token in part])
-        )
-
-    def clear(self, prompt_cache_key: str | None = None) -> None:
-        """Drop what is stored, for one key or for all."""
-        self.cache.clear(None if prompt_cache_key is None else self.namespace_hash(prompt_cache_key))
-
-    def check(self) -> None:
-        """Prove that the tree, the pool and the saved state agree; AssertionError with the reason where not."""
-        self.cache.check()
 
 
 class Llama(llama_cpp.Llama):
@@ -117,11 +54,9 @@ class Llama(llama_cpp.Llama):
         self._foreign = False
         self._keep = True
         self._produced = 0
-        self._of_thread = threading.local()
-        self._turn = threading.Lock()
-        self._turn_thread = 0
-        self._turn_number = 0
-        self._inside_thread = 0
+        self._options = OptionsOfThreads()
+        self._turns = Turns()
+        self._steps = Steps()
         self._bytes_per_token = 0
         self._set_cache: Any = None
         super().__init__(model_path, **kwargs)
@@ -135,51 +70,30 @@ class Llama(llama_cpp.Llama):
     def context_params(self) -> Any:
         """llama.cpp's parameters of the context."""
         if self._on and "_model" in self.__dict__ and "_ctx" not in self.__dict__:
-            self._prepare(self._params)
+            prepare(self._params, self._model.model, self._config, self._asked)
         return self._params
 
     @context_params.setter
     def context_params(self, params: Any) -> None:
         self._params = params
 
-    def _prepare(self, params: Any) -> None:
-        if family_of(self._model.model) != "dense":
-            return
-        if not params.embeddings:
-            params.n_seq_max = max(1, min(2 + self._config.max_entries, params.n_batch, SEQ_LIMIT))
-        params.kv_unified = True
-        params.n_rs_seq = 0
-        if "flash_attn" not in self._asked:
-            params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_AUTO
-
     def _attach(self) -> None:
-        params = self._params
-        family = family_of(self._model.model)
-        address = ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0
-        unable = None if family == "dense" else f"reuse for {family} models is not built yet"
-        if unable is None and params.n_seq_max < 3:
-            unable = f"n_batch of {params.n_batch} leaves no sequence ids for cached prefixes"
-        capability = Capability(unable)
-        if unable is None:
-            self._sequences = Context(address, unified=bool(params.kv_unified), owner=self._ctx)
-            capability = probe(self._sequences, bos=self.token_bos(), unified=True, second=_CAPTURE)
-        if capability.unable:
-            log.warning("prefix reuse is off: %s", capability.unable)
+        attached = attach(self, self._config)
+        if attached is None:
             self._on = False
             return
-        assert self._sequences is not None
-        self._bytes_per_token = capability.bytes_per_token
-        stage = self._stage(capability)
-        caps = ResidentCacheConfig.from_stage(stage, self._config)
-        pool = Pool(self._sequences, lanes=1, residents=min(caps.max_entries, self._sequences.n_seq_max - 2))
-        cache = Cache(pool, self._config, max_resident_tokens=caps.max_resident_tokens)
-        model = weakref.ref(self)
+        self._sequences = attached.sequences
+        self._bytes_per_token = attached.bytes_per_token
+        # Nothing that the Llama holds may hold the Llama: its memory is to be freed when the caller lets go of it.
+        model, context = weakref.ref(self), weakref.ref(self._ctx)
+
+        def tokenize(text: str) -> list[int]:
+            llama = model()
+            return [] if llama is None else llama._prompt_tokens(text)
 
         def show(tokens: list[int]) -> str:
             llama = model()
             return "" if llama is None else llama.detokenize(tokens, special=True).decode("utf-8", "replace")
-
-        context = weakref.ref(self._ctx)
 
         def clear_all() -> None:
             llama, ctx = model(), context()
@@ -188,76 +102,43 @@ class Llama(llama_cpp.Llama):
             if ctx is not None:
                 type(ctx).kv_cache_clear(ctx)  # type: ignore[no-untyped-call]
 
-        self.prefix_cache = PrefixCache(cache, KvIdentity(stage, "dense"), show)
+        self.prefix_cache = PrefixCache(
+            attached.cache,
+            attached.identity,
+            tokenize=tokenize,
+            show=show,
+            n_vocab=self.n_vocab(),
+            step=self._steps,
+        )
         # embed() and the multimodal handlers clear the whole memory through this call.
         self._ctx.kv_cache_clear = clear_all  # type: ignore[method-assign]
 
-    def _stage(self, capability: Capability) -> StageConfig:
-        params = self._params
-        adapters = []
-        if self.lora_path:
-            adapter = AdapterFile.read((self.lora_path, self.lora_scale))
-            adapters.append(Adapter(digest=adapter.digest, scale=adapter.scale))
-        return StageConfig.model_validate(
-            {
-                "model_id": Path(self.model_path).name,
-                "model_path": os.fspath(self.model_path),
-                "ctx_size": self.n_ctx(),
-                "lane_count": 1,
-                "n_batch": self.n_batch,
-                "n_ubatch": params.n_ubatch,
-                "n_gpu_layers": min(self.model_params.n_gpu_layers, 2**31 - 1),
-                "cache_type_k": _KV_NAMES.get(params.type_k, str(params.type_k)),
-                "cache_type_v": _KV_NAMES.get(params.type_v, str(params.type_v)),
-                "flash_attn_type": "on" if capability.flash_attn else "off",
-                "swa_full": bool(params.swa_full),
-                "rope": {
-                    "freq_base": params.rope_freq_base or None,
-                    "freq_scale": params.rope_freq_scale or None,
-                    "yarn_ext_factor": params.yarn_ext_factor,
-                    "yarn_attn_factor": params.yarn_attn_factor,
-                    "yarn_beta_fast": params.yarn_beta_fast,
-                    "yarn_beta_slow": params.yarn_beta_slow,
-                    "yarn_orig_ctx": params.yarn_orig_ctx,
-                },
-                "adapters": tuple(adapters),
-                "llama_build": BUILD,
-                "kv_cache": self._config,
-            }
-        )
+    def _prompt_tokens(self, text: str) -> list[int]:
+        """The tokens that `create_completion` makes of a prompt, as the parent's `_create_completion` has it."""
+        model = self._model
+        bos = next((token for token in (model.token_cls(), self.token_bos()) if token != -1), None)
+        eos = next((token for token in (model.token_sep(), self.token_eos()) if token != -1), None)
+        tokens = self.tokenize(text.encode("utf-8"), add_bos=False, special=True) if text else []
+        if bos is not None and model.add_bos_token():
+            tokens = [bos, *tokens]
+        if eos is not None and (model.add_eos_token() or model.token_sep() != -1):
+            tokens = [*tokens, eos]
+        return tokens
 
     # -- turns ------------------------------------------------------------------------------------------
 
     def _begin_turn(self) -> int:
         """Wait for other threads; an open stream of this thread is at its end.  The number of the new turn."""
-        me = threading.get_ident()
-        if not (self._turn.locked() and self._turn_thread == me):
-            self._turn.acquire()
-        else:
+        if self._turns.mine:
             self._record()
-        self._turn_thread = me
-        self._turn_number += 1
-        return self._turn_number
+        return self._turns.begin()
 
     def _end_turn(self, number: int) -> None:
-        if number == self._turn_number and self._turn.locked():
-            self._record()
-            self._turn_thread = 0
-            self._turn.release()
-
-    def _check_turn(self, number: int) -> None:
-        if number != self._turn_number:
-            raise RuntimeError("this stream is at its end: the same Llama has begun another request meanwhile")
-
-    @contextmanager
-    def _within(self, number: int) -> Iterator[None]:
-        """What runs in here belongs to turn `number`: a generate() inside joins it instead of taking its own."""
-        self._check_turn(number)
-        before, self._inside_thread = self._inside_thread, threading.get_ident()
-        try:
-            yield
-        finally:
-            self._inside_thread = before
+        if self._turns.holds(number):
+            try:
+                self._record()
+            finally:
+                self._turns.end(number)
 
     # -- generating -------------------------------------------------------------------------------------
 
@@ -267,8 +148,8 @@ class Llama(llama_cpp.Llama):
         if self.prefix_cache is None or not bound.arguments.get("reset", True):
             yield from super().generate(tokens, *args, **kwargs)
             return
-        mine = self._inside_thread != threading.get_ident()
-        number = self._begin_turn() if mine else self._turn_number
+        mine = not self._turns.inside
+        number = self._begin_turn() if mine else self._turns.number
         inner: Generator[int, Sequence[int] | None, None] | None = None
         try:
             started = time.perf_counter()
@@ -289,20 +170,20 @@ class Llama(llama_cpp.Llama):
                     first = False
                 self._produced += not lib.llama_vocab_is_eog(self._model.vocab, token)
                 sent = yield token
-                self._check_turn(number)
+                self._turns.check(number)
         finally:
             if inner is not None:
                 inner.close()
             if mine:
                 self._end_turn(number)
-            elif number == self._turn_number:
+            elif number == self._turns.number:
                 self._record()
 
     def _restore(self, tokens: list[int]) -> ReuseReport:
         """Bring sequence 0 and the parent's view of it to the longest prefix of `tokens` that is to be had."""
         assert self.prefix_cache is not None
         cache = self.prefix_cache.cache
-        options = self._options
+        options = self._options.current
         kept, wanted = self._keep, options.look_up
         self._keep = options.keep
         self._produced = 0
@@ -411,32 +292,11 @@ class Llama(llama_cpp.Llama):
 
     # -- requests ---------------------------------------------------------------------------------------
 
-    @property
-    def _options(self) -> _Options:
-        """What the request that the calling thread is serving asked for."""
-        return getattr(self._of_thread, "options", _Options())
-
-    def _asked_for(self, cache_prompt: bool | None, prompt_cache_key: str | None) -> _Options:
-        """The options of a call; what it does not say is inherited from the call around it."""
-        options = self._options
-        if cache_prompt is not None:
-            options = replace(options, look_up=cache_prompt, keep=cache_prompt)
-        return options if prompt_cache_key is None else replace(options, key=prompt_cache_key)
-
-    @contextmanager
-    def _with_options(self, options: _Options) -> Iterator[None]:
-        before = self._options
-        self._of_thread.options = options
-        try:
-            yield
-        finally:
-            self._of_thread.options = before
-
     def _create_completion(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if self.prefix_cache is None:
             yield from super()._create_completion(*args, **kwargs)
             return
-        options = self._options
+        options = self._options.current
         stream = bool(kwargs.get("stream"))
         if kwargs.get("echo") and kwargs.get("logprobs") is not None:
             options = replace(options, look_up=False)  # logits of all prompt tokens are wanted: evaluate them all
@@ -444,39 +304,23 @@ class Llama(llama_cpp.Llama):
         inner: Any = super()._create_completion(*args, **kwargs)
         try:
             while True:
-                with self._within(number), self._with_options(options):
+                with self._turns.within(number), self._options.hold(options):
                     try:
                         response = next(inner)
                     except StopIteration:
                         return
-                    self._describe(response, stream)
+                    describe(response, self.last_reuse, self._produced, stream=stream)
                 yield response
         finally:
             inner.close()
             self._end_turn(number)
 
-    def _describe(self, response: Any, stream: bool) -> None:
-        """Add what was reused to the usage of a response, and to the last chunk of a stream."""
-        reuse = self.last_reuse
-        if reuse is None:
-            return
-        details = {"cached_tokens": reuse.cached_tokens}
-        if "usage" in response:
-            response["usage"]["prompt_tokens_details"] = details
-        elif stream and response["choices"] and response["choices"][0]["finish_reason"] is not None:
-            response["usage"] = {
-                "prompt_tokens": reuse.prompt_tokens,
-                "completion_tokens": self._produced,
-                "total_tokens": reuse.prompt_tokens + self._produced,
-                "prompt_tokens_details": details,
-            }
-
     def create_completion(
         self, *args: Any, cache_prompt: bool | None = None, prompt_cache_key: str | None = None, **kwargs: Any
     ) -> Any:
         """As the parent's.  `cache_prompt` False: no look-up, no record; `prompt_cache_key` keeps tenants apart."""
-        options = self._asked_for(cache_prompt, prompt_cache_key)
-        with self._with_options(options):
+        options = self._options.asked_for(cache_prompt, prompt_cache_key)
+        with self._options.hold(options):
             response = super().create_completion(*args, **kwargs)
         return response if isinstance(response, dict) else self._stream(response, options)
 
@@ -488,24 +332,24 @@ class Llama(llama_cpp.Llama):
         self, *args: Any, cache_prompt: bool | None = None, prompt_cache_key: str | None = None, **kwargs: Any
     ) -> Any:
         """As the parent's.  `cache_prompt` False: no look-up, no record; `prompt_cache_key` keeps tenants apart."""
-        options = self._asked_for(cache_prompt, prompt_cache_key)
-        with self._with_options(options):
+        options = self._options.asked_for(cache_prompt, prompt_cache_key)
+        with self._options.hold(options):
             response = super().create_chat_completion(*args, **kwargs)
         if isinstance(response, dict):
             return response
-        return self._stream(response, options, describe=True)
+        return self._stream(response, options, usage=True)
 
-    def _stream(self, chunks: Iterator[Any], options: _Options, describe: bool = False) -> Iterator[Any]:
+    def _stream(self, chunks: Iterator[Any], options: Options, usage: bool = False) -> Iterator[Any]:
         """Hand out chunks; whenever the next one is made, the options of the call hold."""
         try:
             while True:
-                with self._with_options(options):
+                with self._options.hold(options):
                     try:
                         chunk = next(chunks)
                     except StopIteration:
                         return
-                if describe and self.prefix_cache is not None and "usage" not in chunk:
-                    self._describe(chunk, stream=True)
+                if usage and self.prefix_cache is not None and "usage" not in chunk:
+                    describe(chunk, self.last_reuse, self._produced, stream=True)
                 yield chunk
         finally:
             chunks.close()  # type: ignore[attr-defined]
@@ -517,7 +361,7 @@ class Llama(llama_cpp.Llama):
         """What `set_cache` was given.  A LlamaPrefixCache stays out of the parent's sight while it completes: the
         parent would save the state after every request, and all that is to be kept is kept already.
         """
-        hidden = isinstance(self._set_cache, LlamaPrefixCache) and self._inside_thread == threading.get_ident()
+        hidden = isinstance(self._set_cache, LlamaPrefixCache) and self._turns.inside
         return None if hidden else self._set_cache
 
     @cache.setter
@@ -571,8 +415,8 @@ class Llama(llama_cpp.Llama):
         """The state of the current sequence; what else is cached is not part of it."""
         if self._sequences is None or self.prefix_cache is None:
             return super().save_state()
-        out = bytearray(self._sequences.state_size(_LANE))
-        n = self._sequences.save(_LANE, out)
+        out = bytearray(self._sequences.state_size(LANE))
+        n = self._sequences.save(LANE, out)
         return llama_cpp.LlamaState(
             scores=self._scores.copy(),
             input_ids=self.input_ids.copy(),
@@ -599,8 +443,8 @@ class Llama(llama_cpp.Llama):
         self._lease = lease
         cache.reserve(state.n_tokens)
         if state.n_tokens:
-            self._sequences.load(_LANE, state.llama_state)
-        if cache.pool.length(_LANE) != state.n_tokens:
+            self._sequences.load(LANE, state.llama_state)
+        if cache.pool.length(LANE) != state.n_tokens:
             self._drop_lease()
             raise StateError(f"the saved state does not hold the {state.n_tokens} tokens it should")
         self.scores[: state.n_tokens, :] = state.scores

@@ -16,6 +16,8 @@ import pytest
 
 import skippy
 from skippy.demo.evidence import ColdRuns
+from skippy.llama_context import stage_of
+from skippy.probe import Capability
 from tests.conftest import THREADS, assert_same_answer
 from tests.test_lora import write_adapter
 
@@ -364,7 +366,7 @@ def test_defaults_are_better_and_the_callers_are_kept(smol_path: Path) -> None:
         assert llama.prefix_cache is not None
         assert llama._sequences is not None
         assert llama.prefix_cache.cache.pool.context.n_seq_max == 66
-        stage = llama._stage(skippy.probe.Capability(None, flash))
+        stage = stage_of(llama, llama._config, Capability(None, flash))
         assert stage.flash_attn_type == ("on" if flash else "off")
         assert (llama.context_params.flash_attn_type == 0) is (given.get("flash_attn") is False)
         llama.close()
@@ -411,7 +413,7 @@ def test_t12_explaining(open_llama: Open) -> None:
     assert explained.hint == "volatile_prefix"
     assert " four o'clock" in explained.prompt_text
     assert " three o'clock" in explained.stored_text
-    with pytest.raises(ValueError, match="tokens is empty"):
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
         llama.prefix_cache.explain([])
 
 
