@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from skippy._radix import Match, Node, RadixTree
+from skippy.capability import Capability
 from skippy.config import CacheConfig
 from skippy.errors import ContextFull, Locked, NativeError, StateError
 from skippy.history import PartingHistory, Tokens
@@ -59,13 +60,18 @@ class Cache:
         *,
         max_resident_tokens: int,
         unable: str | None = None,
+        capability: Capability | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
         self.pool = pool
         self.config = config
-        self.unable = unable
+        self.capability = Capability(unable) if capability is None else capability
+        self.unable = self.capability.unable
         self._leases: set[Lease] = set()
         self.tree = RadixTree()
+        self.speeds = Speeds()
+        self.speeds.saved(*self.capability.saved)
+        self.speeds.restored(*self.capability.restored)
         self.store = RamStore(0 if self.off or config.payload == "resident-kv" else config.saved_bytes_cap())
         self.space = Space(
             self.tree,
@@ -75,9 +81,10 @@ class Cache:
             held_cells=lambda: [lease.held for lease in self._leases],
             keep_saved=self.store.arena.capacity > 0,
             emit=self._emit,
+            speeds=self.speeds,
+            bytes_per_cell=self.capability.bytes_per_token,
         )
         self.recorder = Recorder(self.space, self._leases, max_resident_tokens=max_resident_tokens)
-        self.speeds = Speeds()
         self.seconds_looking_up = 0.0
         self.history = PartingHistory()
         self.tokens: Counter[str] = Counter()
@@ -89,6 +96,11 @@ class Cache:
     def off(self) -> bool:
         """Whether nothing is ever looked up or recorded."""
         return self.config.mode == "disabled" or self.unable is not None
+
+    @property
+    def weighs_residency(self) -> bool:
+        """Whether cells leave the pool for RAM where that is cheaper, before their room is needed."""
+        return self.config.residency == "auto" and not self.off
 
     def _emit(self, event: str, **details: Any) -> None:
         if self._on_event is None:
@@ -123,6 +135,8 @@ class Cache:
             if self.observer is not None:
                 self.observer.restored(lease, tokens)
             needed = len(tokens) - lease.length
+            if self.weighs_residency:
+                self.space.relieve(needed + room)
             try:
                 self.reserve(needed + room)
             except ContextFull:
@@ -290,6 +304,10 @@ class Cache:
         """Make room for `tokens` more in any lane; residents leave if they must.  ContextFull if they can't."""
         self.space.make_cells(tokens)
 
+    def decoded(self, lease: Lease, seconds: float) -> None:
+        """Note that one token took `seconds` in the lane of `lease`."""
+        self.speeds.decoded(self.space.cells_in_use - lease.length, lease.length, seconds)
+
     # -- recording --------------------------------------------------------------------------------------
 
     def record(self, lease: Lease, tokens: Tokens) -> bool:
@@ -310,7 +328,10 @@ class Cache:
                 raise NativeError(f"the lane holds {self.pool.length(lease.lane)} tokens, {n} were evaluated")
             if self.config.payload == "full-state":
                 return self.recorder.save(lease, tokens)
-            return self.recorder.keep(lease, tokens)
+            kept = self.recorder.keep(lease, tokens)
+            if self.weighs_residency:
+                self.recorder.save_ahead(lease, tokens)
+            return kept
         except NativeError as error:
             self.space.failures["record"] += 1
             log.warning("an evaluated path was not recorded: %s", error)

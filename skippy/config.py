@@ -40,6 +40,7 @@ __all__ = [
 
 Mode = Literal["lookup-record", "lookup", "record", "disabled"]
 Payload = Literal["auto", "resident-kv", "kv-recurrent", "full-state"]
+Residency = Literal["auto", "keep"]
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 
 MAX_ENTRIES = 512
@@ -94,6 +95,7 @@ class CacheArguments(TypedDict, total=False):
     shared_prefix_stride_tokens: int
     shared_prefix_record_limit: int
     max_resident_tokens: int | None
+    residency: Residency
     ram: int | str
     disk: str | os.PathLike[str] | None
     disk_bytes: int | str
@@ -123,6 +125,9 @@ class CacheConfig(Settings, BaseSettings):
     shared_prefix_record_limit: Count = Field(default=2, description="how many candidate lengths are recorded; 0: all")
     max_resident_tokens: Annotated[Count | None, BeforeValidator(_none_text)] = Field(
         default=None, description="cells that residents may keep; None: derived from the context size; 0: no cap"
+    )
+    residency: Residency = Field(
+        default="auto", description="'auto': cells stay in the pool where that costs less than RAM; 'keep': always"
     )
     ram: Annotated[int | Literal["auto"], BeforeValidator(_ram)] = Field(
         default="auto", description="bytes for saved state; 'auto': a tenth of the available memory, at most 2 GiB"

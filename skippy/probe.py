@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 
 import numpy as np
 
 from skippy._llama import PARTIAL
+from skippy.capability import Capability
 from skippy.errors import SkippyError
 from skippy.layout import check_positions, cut, v_transposed, without_ids
 from skippy.pool import NativeContext
 
 __all__ = ["Capability", "probe"]
-
-
-@dataclass(frozen=True)
-class Capability:
-    """What a context can do, and what its state takes.
-
-    `unable` says why state cannot be reused, or is None; `flash_attn` is what llama.cpp decided, where it shows.
-    `point_state_bytes` is the size of the partial state, which cannot be cut at a token; 0 where all of it can be.
-    """
-
-    unable: str | None
-    flash_attn: bool | None = None
-    bytes_per_token: int = 0
-    point_state_bytes: int = 0
 
 
 class _Refused(Exception):
@@ -89,7 +77,7 @@ def _try(context: NativeContext, bos: int, first: int, second: int, n: int) -> C
     context.seq_rm(second)
     context.seq_cp(first, second, 0, half)
     head = _save(context, second)
-    context.load(second, whole)
+    load_seconds = _seconds(lambda: context.load(second, whole))
     _expect(context.seq_pos_max(second) == n - 1, "a restored sequence does not end where it was saved")
     _expect(np.array_equal(without_ids(_save(context, second)), without_ids(whole)), "a restored sequence differs")
     _expect(
@@ -112,4 +100,12 @@ def _try(context: NativeContext, bos: int, first: int, second: int, n: int) -> C
         None if transposed is None else not transposed,
         per_token,
         0 if partial == len(whole) else partial,  # a model without such state saves everything
+        saved=(len(whole), _seconds(lambda: context.save(first, whole))),
+        restored=(len(whole), load_seconds),
     )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

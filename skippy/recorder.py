@@ -52,6 +52,12 @@ class Recorder:
                 break
         return self.tree.match(lease.namespace, tokens).matched == n
 
+    def save_ahead(self, lease: Lease, tokens: Tokens, next_request: int = 256) -> None:
+        """Save what was kept if it had better leave when the next request comes, of about `next_request` tokens."""
+        node = self.tree.match(lease.namespace, tokens).resident
+        if node is not None:
+            self.space.save_ahead(node, next_request)
+
     def _keep_resident(self, lease: Lease, tokens: Tokens, match: Match) -> None:
         """Make the lane's first tokens a resident; what others hold of them in the pool is taken from them."""
         shared, n = match.resident_length, len(tokens)

@@ -185,13 +185,16 @@ class Request:
     def _advance(self, lease: Lease, token: int) -> int | None:
         """Evaluate `token` and choose the next; None where the context is full or the grammar ends."""
         with self._step(lease):
+            began = time.perf_counter()
             try:
                 self._evaluate(lease, np.array([token], np.int32), "last")
             except ContextFull:
                 self.finish_reason = "length"
                 self.report.reason = "context_full"
                 return None
-            return self._choose()
+            following = self._choose()  # which waits for the backend
+            self._cache.decoded(lease, time.perf_counter() - began)
+            return following
 
     def _evaluate(self, lease: Lease, tokens: Tokens, outputs: Literal["none", "last"]) -> None:
         """Decode `tokens` at the end of the lane.  Room is made before; if llama.cpp finds none all the same, again."""

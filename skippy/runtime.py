@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from skippy._binding import BUILD, VERSION
 from skippy.cache import Cache, Lease
+from skippy.capability import Capability
 from skippy.config import Adapter as AdapterIdentity
 from skippy.config import CacheConfig, ResidentCacheConfig, StageConfig
 from skippy.errors import LanesBusy, PromptTooLong
@@ -22,7 +23,7 @@ from skippy.identity import KvIdentity, MessageBase
 from skippy.metrics import prometheus_text
 from skippy.model import AdapterFile, Model
 from skippy.pool import Pool
-from skippy.probe import Capability, probe
+from skippy.probe import probe
 from skippy.report import Explanation
 from skippy.request import Chunk, Completion, Request
 from skippy.sampling import Sampler
@@ -165,7 +166,7 @@ class Runtime:
             Pool(self.context.sequences, lanes=stage.lane_count, residents=residents),
             config,
             max_resident_tokens=caps.max_resident_tokens,
-            unable=self.capability.unable,
+            capability=self.capability,
             on_event=on_event,
         )
 

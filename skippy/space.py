@@ -7,6 +7,7 @@ leaves the tree only after its native part is gone, and what failed natively is 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -17,6 +18,7 @@ from skippy.errors import ContextFull, Locked, NativeError
 from skippy.history import Tokens, Tombstones
 from skippy.pool import Pool
 from skippy.segments import RamStore, Segment
+from skippy.speeds import Speeds
 
 __all__ = ["Space"]
 
@@ -29,8 +31,8 @@ class Space:
     """Owns what the tree points at: residents in `pool` and segments in `store`.
 
     `lane_cells()` tells how many cells running requests hold that the tree does not know of, `held_cells()` how
-    many of the tree's each of them shares; `keep_saved`
-    is False where nothing is to be saved (payload "resident-kv").
+    many of the tree's each of them shares; `keep_saved` is False where nothing is to be saved (payload "resident-kv").
+    `bytes_per_cell` is what one token takes when it is saved.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Space:
         held_cells: Callable[[], Iterable[int]] = tuple,
         keep_saved: bool,
         emit: Emit,
+        speeds: Speeds | None = None,
+        bytes_per_cell: int = 0,
     ) -> None:
         self.tree = tree
         self.pool = pool
@@ -54,6 +58,8 @@ class Space:
         self._lane_cells = lane_cells
         self._held_cells = held_cells
         self._emit = emit
+        self.speeds = Speeds() if speeds is None else speeds
+        self.bytes_per_cell = bytes_per_cell
 
     @property
     def cells_in_use(self) -> int:
@@ -90,13 +96,48 @@ class Space:
         node = self.tree.victim("resident")
         if node is None:
             return False
+        self._leave(node, reason)
+        return True
+
+    def _leave(self, node: Node, reason: str) -> None:
         self.save_path(node, self.sequence_of(node))
         path = self.tree.tokens(node)
         self.drop_resident(node)
         self._bury(node.namespace, path)
         self.evictions[f"resident:{reason}"] += 1
         self._emit("evict", tier="resident", reason=reason, tokens=node.length)
-        return True
+
+    def relieve(self, tokens: int) -> None:
+        """Let residents leave for RAM that would cost more while `tokens` are evaluated than coming back will.
+
+        Nothing that is saved leaves for it, and locked ones stay.  O(residents and their paths).
+        """
+        if not self.keep_saved:
+            return
+        unlocked = self.tree.count("resident") - self.tree.stats()["resident"]["locked"]
+        for node in self.tree.entries("resident")[:unlocked]:  # locked ones are last
+            if self._better_saved(self.tree.exclusive_cells(node), self._unsaved_cells(node), tokens):
+                self._leave(node, "price")
+
+    def save_ahead(self, node: Node, tokens: int) -> None:
+        """Save what is resident at `node` now if it had better not stay while `tokens` come: then it can leave at once.
+
+        That is for after an answer, when nobody waits.  O(bytes saved).
+        """
+        unsaved = self._unsaved_cells(node)
+        if unsaved and self._better_saved(unsaved, unsaved, tokens):
+            self.save_path(node, self.sequence_of(node))
+
+    def _unsaved_cells(self, node: Node) -> int:
+        return sum(end - start for start, end in self._unsaved(node))
+
+    def _better_saved(self, cells: int, unsaved: int, tokens: int) -> bool:
+        """Whether `cells`, of which `unsaved` are not in RAM, had better be there, and fit, while `tokens` come."""
+        arena, each = self.store.arena, self.bytes_per_cell
+        return self.keep_saved and (
+            unsaved * each <= arena.capacity - arena.used
+            and self.speeds.staying_costs_more(cells, unsaved * each, cells * each, tokens, each)
+        )
 
     def drop_resident(self, node: Node) -> None:
         """Forget a resident and free its cells.  If they cannot be freed, its id is set aside.
@@ -219,6 +260,7 @@ class Space:
         return False
 
     def _save(self, seq: int, start: int, end: int) -> Segment | None:
+        began = time.perf_counter()
         try:
             segment = self.store.save(self.pool, seq, start, end, self._make_block)
         except NativeError as error:
@@ -227,6 +269,8 @@ class Space:
             return None
         if segment is None:
             self.evictions["segment:refused"] += 1
+        else:
+            self.speeds.saved(segment.nbytes, time.perf_counter() - began)
         return segment
 
     def _bury(self, namespace: str, path: Tokens) -> None:

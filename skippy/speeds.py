@@ -1,6 +1,10 @@
-"""What restoring and evaluating cost on this machine, measured while running."""
+"""What evaluating, saving, restoring and residing cost on this machine, measured while running."""
 
 from __future__ import annotations
+
+import math
+
+import numpy as np
 
 __all__ = ["Speeds"]
 
@@ -24,12 +28,60 @@ class _Rate:
         return self.units / self.seconds if self.seconds > 0 and self.units > 0 else None
 
 
+class _Price:
+    """What one more cell of others adds to the time of one decoded token: least squares over fading samples.
+
+    The model is seconds = a + b * others + c * own, because a sequence's own cells cost more than masked ones.
+    """
+
+    keep = 0.998  # a memory of about 500 tokens
+    enough = 64
+
+    def __init__(self) -> None:
+        self._moments = np.zeros((4, 4))  # of (1, others, own, seconds)
+        self._asked_at = 0
+        self._n = 0
+        self._found: tuple[float, float] | None = None
+
+    def add(self, others: int, own: int, seconds: float) -> None:
+        row = np.array((1.0, others, own, seconds))
+        self._moments *= self.keep
+        self._moments += np.outer(row, row)
+        self._n += 1
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Where b lies, with two standard errors on either side; None while too little was seen.  O(1)."""
+        if self._n < self.enough:
+            return None
+        if self._n - self._asked_at >= self.enough:
+            self._asked_at, self._found = self._n, self._solve()
+        return self._found
+
+    def _solve(self) -> tuple[float, float] | None:
+        moments = self._moments
+        weight = moments[0, 0]
+        scale = np.sqrt(np.maximum(np.diag(moments[:3, :3]), 1e-30))  # the columns differ by orders of magnitude
+        normal = moments[:3, :3] / np.outer(scale, scale) + 1e-9 * np.eye(3)
+        inverse = np.linalg.inv(normal)
+        slopes = inverse @ (moments[:3, 3] / scale) / scale
+        left = moments[3, 3] - 2 * slopes @ moments[:3, 3] + slopes @ moments[:3, :3] @ slopes
+        error = math.sqrt(max(left, 0.0) / max(weight - 3, 1.0) * inverse[1, 1]) / scale[1]
+        return (slopes[1] - 2 * error, slopes[1] + 2 * error) if math.isfinite(error) else None
+
+
 class Speeds:
-    """Prefill in tokens per second and restore in bytes per second; each None until it was measured."""
+    """Prefill in tokens per second, save and restore in bytes per second; each None until it was measured."""
+
+    # What a cell of somebody else adds to a token, as a share of the time that restoring the cell takes: what was
+    # seen on a CPU with flash attention, and what the bandwidths of a GPU and its bus say.  Believed until measured.
+    prior_share = 1 / 16
 
     def __init__(self) -> None:
         self._prefill = _Rate()
         self._restore = _Rate()
+        self._save = _Rate()
+        self._price = _Price()
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Note that `tokens` prompt tokens were evaluated in `seconds`."""
@@ -38,6 +90,14 @@ class Speeds:
     def restored(self, nbytes: int, seconds: float) -> None:
         """Note that `nbytes` of saved state were restored in `seconds`."""
         self._restore.add(nbytes, seconds)
+
+    def saved(self, nbytes: int, seconds: float) -> None:
+        """Note that `nbytes` of state were saved in `seconds`."""
+        self._save.add(nbytes, seconds)
+
+    def decoded(self, others: int, own: int, seconds: float) -> None:
+        """Note that one token took `seconds` with `own` cells of its sequence and `others` cells of others in use."""
+        self._price.add(others, own, seconds)
 
     @property
     def prefill(self) -> float | None:
@@ -48,6 +108,32 @@ class Speeds:
     def restore(self) -> float | None:
         """Bytes of saved state per second."""
         return self._restore.value
+
+    @property
+    def save(self) -> float | None:
+        """Bytes of state that are saved per second."""
+        return self._save.value
+
+    def resident_price(self, bytes_per_cell: int) -> float | None:
+        """Seconds that a cell of somebody else adds to each evaluated token; None while nothing is known.  O(1).
+
+        A guess from the speed of restoring, moved as far as the measurements ask for.
+        """
+        if self.restore is None or bytes_per_cell == 0:
+            return None
+        guess = self.prior_share * bytes_per_cell / self.restore
+        measured = self._price.interval
+        return guess if measured is None else min(max(guess, measured[0], 0.0), max(measured[1], 0.0))
+
+    def staying_costs_more(self, cells: int, unsaved: int, nbytes: int, tokens: int, bytes_per_cell: int) -> bool:
+        """Whether `cells` cost more while `tokens` are evaluated than to leave for RAM and come back once.
+
+        `nbytes` is their saved state, `unsaved` how much of it is still to be saved.  False while nothing is known.
+        """
+        price = self.resident_price(bytes_per_cell)
+        if price is None or self.restore is None or self.save is None:
+            return False
+        return cells * tokens * price > unsaved / self.save + nbytes / self.restore
 
     def declined(self) -> None:
         """A restore was not made because it looked too dear: believe that a little less, so that it is tried again."""

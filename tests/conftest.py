@@ -58,11 +58,14 @@ def cold(smol: Model) -> ColdRuns:
 
 @pytest.fixture
 def open_runtime(smol_path: Path) -> Iterator[Callable[..., skippy.Runtime]]:
-    """Opens runtimes on SmolLM2 with 2,048 cells; `cache` takes the fields of CacheConfig."""
+    """Opens runtimes on SmolLM2 with 2,048 cells; `cache` takes the fields of CacheConfig.
+
+    Cells stay in the pool unless a test asks otherwise: which tier serves a prompt must not depend on this machine.
+    """
     opened: list[skippy.Runtime] = []
 
     def open_(cache: dict[str, Any] | None = None, **settings: Any) -> skippy.Runtime:
-        config = skippy.CacheConfig(**{"min_tokens": 16, "ram": "256MiB", **(cache or {})})
+        config = skippy.CacheConfig(**{"min_tokens": 16, "ram": "256MiB", "residency": "keep", **(cache or {})})
         settings = {"n_ctx": N_CTX, "n_threads": THREADS, "lanes": 2, **settings}
         opened.append(skippy.Runtime(smol_path, cache=config, **settings))
         return opened[-1]

@@ -183,6 +183,66 @@ def test_a_plan_mixes_tiers(driver: Callable[..., Driver]) -> None:
     assert lease.by_tier == {"resident": 100, "ram": 60, "disk": 0}
 
 
+def weighing(d: Driver, *, restore: float) -> Driver:
+    """Let `d` know what moving costs: a cell takes 23,052 bytes, 1 GB is saved in a second, `restore` come back."""
+    d.cache.space.bytes_per_cell = 23_052
+    d.cache.speeds.saved(10**9, 1.0)
+    d.cache.speeds.restored(int(restore), 1.0)
+    return d
+
+
+def test_what_costs_more_than_coming_back_leaves_before_the_next_request(driver: Callable[..., Driver]) -> None:
+    d = weighing(driver(), restore=1e9)
+    first, second = words(200), words(300, 1)
+    d.run(first)
+    saves = d.cache.store.saves
+    assert saves == 1  # ahead, after the answer: at the next request nothing is left to be saved
+    lease = d.begin(second)
+    assert d.cache.store.saves == saves
+    assert d.cache.tree.count("resident") == 0
+    assert d.cache.space.evictions["resident:price"] == 1
+    d.finish(lease, second)
+    assert d.run(first).by_tier == {"resident": 0, "ram": 199, "disk": 0}
+
+
+def test_what_the_next_request_uses_stays(driver: Callable[..., Driver]) -> None:
+    d = weighing(driver(), restore=1e9)
+    first = words(200)
+    d.run(first)
+    lease = d.run(first + words(300, 1))
+    assert lease.by_tier["resident"] == 200
+    assert d.cache.space.evictions["resident:price"] == 0
+
+
+def test_what_would_come_back_slowly_stays(driver: Callable[..., Driver]) -> None:
+    d = weighing(driver(), restore=1e6)
+    for _ in range(1000):  # measured: a cell of others costs 10 ns a token
+        for others in (0, 1000):
+            d.cache.speeds.decoded(others, 100, 5e-3 + 1e-8 * others)
+    first, second = words(200), words(300, 1)
+    d.run(first)
+    d.run(second)
+    assert d.cache.store.saves == 0
+    assert d.run(first).by_tier["resident"] == 199
+
+
+def test_nothing_leaves_by_price_that_ram_has_no_room_for(driver: Callable[..., Driver]) -> None:
+    d = weighing(driver(ram="1MiB"), restore=1e9)
+    first, second = words(200), words(300, 1)
+    d.run(first)
+    d.run(second)
+    assert d.run(first).by_tier["resident"] == 199
+
+
+def test_keeping_can_be_asked_for(driver: Callable[..., Driver]) -> None:
+    d = weighing(driver(residency="keep"), restore=1e9)
+    first = words(200)
+    d.run(first)
+    d.run(words(300, 1))
+    assert d.run(first).by_tier["resident"] == 199
+    assert d.cache.store.saves == 0
+
+
 def test_e15_a_path_longer_than_the_resident_cap(driver: Callable[..., Driver]) -> None:
     d = driver(cap=128)
     tokens = words(300)
