@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from skippy._llama import Context
-from skippy.cache import Lease
+from skippy.cache import Cache, Lease
 from skippy.config import CacheConfig
 from skippy.errors import SkippyError, StateError
 from skippy.layout import MAGIC
@@ -34,16 +34,26 @@ _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 class Llama(llama_cpp.Llama):
     """llama_cpp.Llama that never evaluates a prompt prefix twice.
 
-    Takes what the parent takes, and `cache` (a CacheConfig).  Where the caller does not say otherwise, flash
-    attention is on where the model allows it; the context is unified and has sequence ids for cached prefixes.
-    Responses carry `usage["prompt_tokens_details"]["cached_tokens"]`; `last_reuse` is the report of the last
-    request, `prefix_cache` what is stored (None with mode "disabled", which changes nothing of the parent).
+    Takes what the parent takes, `cache` (a CacheConfig), and `on_event(name, details)`, which is called for "lookup",
+    "miss", "restore", "save" and "evict" (docs/stats.md) and must not use the Llama; pickle leaves it out.  Where the
+    caller does not say otherwise, flash attention is on where the model allows it; the context is unified and has
+    sequence ids for cached prefixes.  Responses carry `usage["prompt_tokens_details"]["cached_tokens"]`; `last_reuse`
+    is the report of the last request, `prefix_cache` what is stored (None with mode "disabled", which changes nothing
+    of the parent).
 
     One request at a time: other threads wait for their turn; a stream that is still open when the same thread
-    begins another request is at its end, and says so when it is asked for more.
+    begins another request is at its end, and says so when it is asked for more.  Looking into `prefix_cache` waits
+    for the token that is being made, not for the answer.
     """
 
-    def __init__(self, model_path: str, *, cache: CacheConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        cache: CacheConfig | None = None,
+        on_event: Callable[[str, dict[str, Any]], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._config = CacheConfig() if cache is None else cache
         self._asked = frozenset(kwargs)
         self._on = self._config.mode != "disabled" and not kwargs.get("vocab_only")
@@ -61,7 +71,7 @@ class Llama(llama_cpp.Llama):
         self._set_cache: Any = None
         super().__init__(model_path, **kwargs)
         if self._on:
-            self._attach()
+            self._attach(on_event)
 
     # -- making the context -----------------------------------------------------------------------------
 
@@ -77,8 +87,9 @@ class Llama(llama_cpp.Llama):
     def context_params(self, params: Any) -> None:
         self._params = params
 
-    def _attach(self) -> None:
-        attached = attach(self, self._config)
+    def _attach(self, on_event: Callable[[str, dict[str, Any]], None] | None) -> None:
+        listening = None if on_event is None else self._steps.event(on_event)
+        attached = attach(self, self._config, on_event=listening)
         if attached is None:
             self._on = False
             return
@@ -129,12 +140,15 @@ class Llama(llama_cpp.Llama):
 
     def _begin_turn(self) -> int:
         """Wait for other threads; an open stream of this thread is at its end.  The number of the new turn."""
+        self._steps.check()
         if self._turns.mine:
             self._record()
         return self._turns.begin()
 
     def _end_turn(self, number: int) -> None:
-        if self._turns.holds(number):
+        if self._steps.inside:  # a stream that the garbage collector closes in the middle of a step of this thread
+            self._steps.later(lambda: self._end_turn(number))
+        elif self._turns.holds(number):
             try:
                 self._record()
             finally:
@@ -153,21 +167,23 @@ class Llama(llama_cpp.Llama):
         inner: Generator[int, Sequence[int] | None, None] | None = None
         try:
             started = time.perf_counter()
-            report = self._restore(list(tokens))
+            with self._steps:
+                report = self._restore(list(tokens))
             bound.arguments["tokens"] = list(tokens)
             inner = super().generate(*bound.args[1:], **bound.kwargs)
             sent: Sequence[int] | None = None
             first = True
             while True:
-                try:
-                    token = inner.send(sent)
-                except StopIteration:
-                    return
-                if first:
-                    report.ttft_ms = 1e3 * (time.perf_counter() - started)
-                    report.prefill_ms = report.ttft_ms - report.restore_ms
-                    self.prefix_cache.cache.speeds.prefilled(report.evaluated_tokens, report.prefill_ms / 1e3)
-                    first = False
+                with self._steps:
+                    try:
+                        token = inner.send(sent)
+                    except StopIteration:
+                        return
+                    if first:
+                        report.ttft_ms = 1e3 * (time.perf_counter() - started)
+                        report.prefill_ms = report.ttft_ms - report.restore_ms
+                        self.prefix_cache.cache.speeds.prefilled(report.evaluated_tokens, report.prefill_ms / 1e3)
+                        first = False
                 self._produced += not lib.llama_vocab_is_eog(self._model.vocab, token)
                 sent = yield token
                 self._turns.check(number)
@@ -250,9 +266,12 @@ class Llama(llama_cpp.Llama):
         lease, prefix = self._lease, self.prefix_cache
         if prefix is None or lease is None or self._foreign or not self._keep or self.n_tokens == 0:
             return
-        path = self.input_ids[: self.n_tokens].astype(np.int32)
-        prefix.cache.rewind(lease, path)
-        prefix.cache.record(lease, path)
+        if self._steps.inside:  # the end of the turn, which has been put off, sees to it
+            return
+        with self._steps:
+            path = self.input_ids[: self.n_tokens].astype(np.int32)
+            prefix.cache.rewind(lease, path)
+            prefix.cache.record(lease, path)
 
     def _drop_lease(self) -> None:
         if self._lease is not None and self.prefix_cache is not None:
@@ -265,9 +284,12 @@ class Llama(llama_cpp.Llama):
         if prefix is None:
             super().eval(tokens)
             return
-        cache = prefix.cache
+        with self._steps:
+            self._evaluate(prefix.cache, prefix.namespace_hash(""), tokens)
+
+    def _evaluate(self, cache: Cache, namespace: str, tokens: Sequence[int]) -> None:
         if self._lease is None:  # called by itself, not from generate()
-            self._lease = cache.begin(prefix.namespace_hash(""), np.zeros(0, np.int32), reuse=False, room=0)
+            self._lease = cache.begin(namespace, np.zeros(0, np.int32), reuse=False, room=0)
             assert self._lease is not None
         lease = self._lease
         if lease.length != self.n_tokens:
@@ -285,10 +307,13 @@ class Llama(llama_cpp.Llama):
         """Everything in llama.cpp's memory is about to go: what is cached there moves into RAM first."""
         if self.prefix_cache is None:
             return
-        self._drop_lease()
-        while self.prefix_cache.cache.space.evict_resident("cleared"):
-            pass
-        self._foreign = True
+        with self._steps:
+            self._drop_lease()
+            while self.prefix_cache.cache.space.evict_resident("cleared"):
+                pass
+            self._foreign = True
+            self.n_tokens = 0  # who clears the memory by itself may not say so
+            self._requires_eval = True
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -376,24 +401,27 @@ class Llama(llama_cpp.Llama):
         if self.prefix_cache is None:
             return 0
         cache = self.prefix_cache.cache
-        return cache.tree.cells * self._bytes_per_token + cache.store.arena.used
+        with self._steps:
+            return cache.tree.cells * self._bytes_per_token + cache.store.arena.used
 
     def restorable(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of a prompt could be restored now."""
         if self.prefix_cache is None or not len(tokens):
             return 0
         cache = self.prefix_cache.cache
-        return cache.lookup(self.prefix_cache.namespace_hash(), np.array(tokens, np.int32))
+        with self._steps:
+            return cache.lookup(self.prefix_cache.namespace_hash(), np.array(tokens, np.int32))
 
     def restored_state(self, tokens: Sequence[int]) -> Any:
         """A LlamaState of the longest stored prefix of `tokens`, which is in the context afterwards."""
         number = self._begin_turn()
         try:
-            self._drop_lease()
-            self._foreign = False
-            self.n_tokens = 0
-            self._restore(list(tokens))
-            return self.save_state()
+            with self._steps:
+                self._drop_lease()
+                self._foreign = False
+                self.n_tokens = 0
+                self._restore(list(tokens))
+                return self.save_state()
         finally:
             self._end_turn(number)
 
@@ -405,18 +433,22 @@ class Llama(llama_cpp.Llama):
             return super().embed(*args, **kwargs)
         number = self._begin_turn()
         try:
-            return super().embed(*args, **kwargs)
+            with self._steps:
+                try:
+                    return super().embed(*args, **kwargs)
+                finally:
+                    self._drop_lease()
+                    self._foreign = False
         finally:
-            self._drop_lease()
-            self._foreign = False
             self._end_turn(number)
 
     def save_state(self) -> Any:
         """The state of the current sequence; what else is cached is not part of it."""
         if self._sequences is None or self.prefix_cache is None:
             return super().save_state()
-        out = bytearray(self._sequences.state_size(LANE))
-        n = self._sequences.save(LANE, out)
+        with self._steps:
+            out = bytearray(self._sequences.state_size(LANE))
+            n = self._sequences.save(LANE, out)
         return llama_cpp.LlamaState(
             scores=self._scores.copy(),
             input_ids=self.input_ids.copy(),
@@ -431,19 +463,23 @@ class Llama(llama_cpp.Llama):
         if self._sequences is None or self.prefix_cache is None:
             super().load_state(state)
             return
-        cache = self.prefix_cache.cache
+        with self._steps:
+            self._load(state, self._sequences, self.prefix_cache)
+
+    def _load(self, state: Any, sequences: Context, prefix: PrefixCache) -> None:
+        cache = prefix.cache
         if int.from_bytes(state.llama_state[:4], "little") != MAGIC:
             self._memory_is_cleared()
             super().load_state(state)
             return
         self._drop_lease()
         self.n_tokens = 0
-        lease = cache.begin(self.prefix_cache.namespace_hash(""), np.zeros(0, np.int32), reuse=False, room=0)
+        lease = cache.begin(prefix.namespace_hash(""), np.zeros(0, np.int32), reuse=False, room=0)
         assert lease is not None
         self._lease = lease
         cache.reserve(state.n_tokens)
         if state.n_tokens:
-            self._sequences.load(LANE, state.llama_state)
+            sequences.load(LANE, state.llama_state)
         if cache.pool.length(LANE) != state.n_tokens:
             self._drop_lease()
             raise StateError(f"the saved state does not hold the {state.n_tokens} tokens it should")
@@ -455,7 +491,7 @@ class Llama(llama_cpp.Llama):
         self._seed = state.seed
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle keeps: the arguments, not what is cached."""
+        """What pickle keeps: the arguments, without `on_event` (few callbacks can be pickled), and nothing cached."""
         state = super().__getstate__()  # type: ignore[no-untyped-call]
         if "flash_attn" not in self._asked:
             state.pop("flash_attn", None)
@@ -465,8 +501,10 @@ class Llama(llama_cpp.Llama):
         """Free the context and the model.  Closing twice does nothing."""
         sequences = self.__dict__.get("_sequences")
         if sequences is not None:
-            sequences.close()
-            self._sequences = self.prefix_cache = None
+            with self._steps:
+                sequences.close()
+                self._sequences = self.prefix_cache = None
+                self._steps.close()
         if "_stack" in self.__dict__:
             super().close()
 
@@ -474,8 +512,9 @@ class Llama(llama_cpp.Llama):
 try:  # for editors and for packages that look at the constructor: the parent's arguments, and ours
     _parent = inspect.signature(llama_cpp.Llama.__init__)
     _cache = inspect.Parameter("cache", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=CacheConfig)
+    _listen = inspect.Parameter("on_event", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Callable)
     _own = [p for p in _parent.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     _rest = [p for p in _parent.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    Llama.__init__.__signature__ = _parent.replace(parameters=[*_own, _cache, *_rest])  # type: ignore[attr-defined]
+    Llama.__init__.__signature__ = _parent.replace(parameters=[*_own, _cache, _listen, *_rest])  # type: ignore[attr-defined]
 except ValueError as error:
     raise SkippyError(f"the constructor of llama_cpp.Llama has another form than expected: {error}") from error

@@ -88,11 +88,15 @@ class Steps:
         """Whether the calling thread is in a step, or waits for one."""
         return getattr(self._here, "depth", 0) > 0
 
+    def check(self) -> None:
+        """RuntimeError from within an event."""
+        if getattr(self._here, "in_event", False):
+            raise RuntimeError("this Llama is being used from within one of its own calls (an on_event callback)")
+
     def __enter__(self) -> None:
+        self.check()
         here = self._here
         depth = getattr(here, "depth", 0)
-        if getattr(here, "in_event", False):
-            raise RuntimeError("this Llama is being used from within one of its own calls (an on_event callback)")
         # Noted before it is true: the garbage collector may run in between, close a stream, and come by here.
         here.depth = depth + 1
         if depth == 0:

@@ -80,12 +80,13 @@ class PrefixCache:
     def _as_tokens(self, prompt: str | Sequence[int]) -> Tokens:
         if isinstance(prompt, str):
             return self._checked(self._tokenize(prompt))
-        if isinstance(prompt, (bytes, bytearray, memoryview)) or not hasattr(prompt, "__len__"):
+        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (Sequence, np.ndarray)):
             raise TypeError(f"prompt is {prompt!r:.80}, expected text or a sequence of token ids")
-        for index, token in enumerate(prompt):
+        ids: Sequence[Any] = prompt
+        for index, token in enumerate(ids):
             if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
                 raise TypeError(f"prompt[{index}] is {token!r:.80}, expected a token id")
-        return self._checked(prompt)
+        return self._checked(ids)
 
     def _checked(self, tokens: Sequence[int]) -> Tokens:
         if len(tokens) == 0:

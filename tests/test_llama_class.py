@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import pickle
@@ -53,6 +54,15 @@ def open_llama(smol_path: Path) -> Iterator[Open]:
         if llama.prefix_cache is not None:
             llama.prefix_cache.check()
         llama.close()
+
+
+@pytest.fixture(scope="module")
+def one(smol_path: Path) -> Iterator[skippy.Llama]:
+    """One for tests that leave nothing behind."""
+    config = skippy.CacheConfig(min_tokens=16, ram="64MiB")
+    llama = skippy.Llama(str(smol_path), cache=config, **SETTINGS)
+    yield llama
+    llama.close()
 
 
 def plain(response: Any) -> Any:
@@ -355,8 +365,68 @@ def test_pickle_and_constructor(open_llama: Open) -> None:
         again.close()
     ours = inspect.signature(skippy.Llama.__init__).parameters
     theirs = inspect.signature(llama_cpp.Llama.__init__).parameters
-    assert set(ours) - set(theirs) == {"cache"}
+    assert set(ours) - set(theirs) == {"cache", "on_event"}
     assert set(theirs) <= set(ours)
+
+
+def test_events_of_a_llama(open_llama: Open) -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    llama = open_llama(on_event=lambda name, details: seen.append((name, details)))
+    llama(LONG, max_tokens=1)
+    llama._ctx.kv_cache_clear()
+    llama(LONG, max_tokens=1)
+    n = llama.last_reuse.prompt_tokens
+    assert [name for name, _ in seen if name != "miss"] == ["lookup", "save", "evict", "restore", "lookup"]
+    assert seen[-1] == ("lookup", {"prompt_tokens": n, "cached_tokens": n - 1, "reason": "hit"})
+    assert all(isinstance(value, (int, str)) for _, details in seen for value in details.values())
+    assert LONG[:12] not in str(seen)
+    again = pickle.loads(pickle.dumps(llama))  # noqa: S301 - our own; the callback cannot be pickled, and is left out
+    seen.clear()
+    again(LONG, max_tokens=1)
+    again.close()
+    assert seen == []
+
+
+def test_a_callback_may_not_use_the_llama_that_called_it(open_llama: Open, caplog: pytest.LogCaptureFixture) -> None:
+    uses: list[Callable[[], Any]] = []
+    llama = open_llama(on_event=lambda name, details: uses[-1]())
+    prompts = iter([LONG + "One", LONG + "Two", LONG + "Three"])
+    for use in (lambda: llama.prefix_cache.stats(), lambda: llama(LONG, max_tokens=1), lambda: llama.eval([5])):
+        caplog.clear()
+        uses.append(use)
+        assert llama(next(prompts), max_tokens=2, temperature=0.0)["usage"]["completion_tokens"] == 2
+        assert "being used from within one of its own calls" in caplog.text
+        uses.append(lambda: None)
+        llama.prefix_cache.check()
+
+
+def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step(open_llama: Open) -> None:
+    seen: list[str] = []
+
+    def collect(name: str, details: dict[str, Any]) -> None:
+        seen.append(name)
+        gc.collect()
+
+    llama = open_llama(on_event=collect)
+
+    class Cycle:
+        def __init__(self, stream: Iterator[Any]) -> None:
+            self.stream, self.me = stream, self
+
+    gc.disable()
+    try:
+        cycle = Cycle(llama(LONG, max_tokens=40, temperature=0.0, stream=True))
+        next(cycle.stream)
+        del cycle
+        llama.prefix_cache.cache.space.evict_resident("test")
+        with llama._steps:
+            llama.prefix_cache.cache.count(0, {}, "hit")
+        assert not llama._turns.mine  # the stream is closed, and its turn has ended
+    finally:
+        gc.enable()
+    assert seen
+    llama.prefix_cache.check()
+    assert llama(LONG, max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
 
 
 def test_defaults_are_better_and_the_callers_are_kept(smol_path: Path) -> None:
@@ -413,8 +483,89 @@ def test_t12_explaining(open_llama: Open) -> None:
     assert explained.hint == "volatile_prefix"
     assert " four o'clock" in explained.prompt_text
     assert " three o'clock" in explained.stored_text
-    with pytest.raises(ValueError, match="the prompt has no tokens"):
-        llama.prefix_cache.explain([])
+    assert llama.prefix_cache.explain(LONG + prompts[3]) == llama.prefix_cache.explain(np.array(tokens)) == explained
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], ValueError, "the prompt has no tokens"),
+        ("", ValueError, "the prompt has no tokens"),
+        ([5, 49152], ValueError, r"token 49152 at index 1 is not in the vocabulary \(0 to 49151\)"),
+        ([-1], ValueError, "token -1 at index 0 is not in the vocabulary"),
+        (b"ships", TypeError, "prompt is b'ships', expected text or a sequence of token ids"),
+        (None, TypeError, "prompt is None, expected text or a sequence of token ids"),
+        ({5: 6}, TypeError, "prompt is {5: 6}, expected text"),
+        ([5, "6"], TypeError, r"prompt\[1\] is '6', expected a token id"),
+        ([True], TypeError, r"prompt\[0\] is True, expected a token id"),
+        ([[5]], TypeError, r"prompt\[0\] is \[5\], expected a token id"),
+    ],
+)
+def test_what_cannot_be_explained_is_named(
+    one: skippy.Llama, prompt: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        one.prefix_cache.explain(prompt)
+    with pytest.raises(TypeError, match="prompt_cache_key is 5, expected text"):
+        one.prefix_cache.explain("Ships", prompt_cache_key=5)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_text_is_explained_as_a_completion_would_tokenise_it(
+    one: skippy.Llama, monkeypatch: pytest.MonkeyPatch, begins: bool, ends: bool
+) -> None:
+    monkeypatch.setattr(one._model, "add_bos_token", lambda: begins)
+    monkeypatch.setattr(one._model, "add_eos_token", lambda: ends)
+    one(LONG + "<|im_end|>", max_tokens=1, temperature=0.0)
+    explained = one.prefix_cache.explain(LONG + "<|im_end|>")
+    assert one.input_ids[: one.n_tokens].tolist() == one._prompt_tokens(LONG + "<|im_end|>")
+    assert explained.prompt_tokens == explained.matched_tokens == one.last_reuse.prompt_tokens
+    assert explained.evaluated_tokens == 1
+    one.prefix_cache.clear()
+    one.reset()
+
+
+def test_looking_while_another_thread_generates_waits_for_a_token_only(open_llama: Open) -> None:
+    llama = open_llama()
+    llama(LONG + " First,", max_tokens=1)
+    first, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        for _ in llama(LONG + " Then", max_tokens=60, temperature=0.0, stream=True, logit_bias={2: -100.0}):
+            first.set()
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert first.wait(60)
+    looked = 0
+    while not done.is_set():
+        llama.prefix_cache.check()
+        assert "skippy_entries" in llama.prefix_cache.metrics()
+        if looked < 4:
+            assert llama.prefix_cache.explain(LONG).cached_tokens > 40
+        elif looked == 4:
+            llama.prefix_cache.clear()  # all but what the request is using
+        looked += 1
+    thread.join()
+    assert looked > 5  # it did not wait for the answer
+    assert llama.last_reuse.cached_tokens > 40
+
+
+def test_looking_does_not_end_a_stream_of_the_same_thread(open_llama: Open) -> None:
+    llama = open_llama()
+    stream = llama(LONG, max_tokens=6, temperature=0.0, stream=True)
+    next(stream)
+    llama.prefix_cache.check()
+    assert llama.prefix_cache.stats()["tokens"]["prompt"] > 40
+    assert llama.prefix_cache.explain(LONG).prompt_tokens > 40
+    assert len(list(stream)) > 1
+    cache = llama.prefix_cache
+    llama.close()
+    for look in (cache.stats, cache.check, cache.metrics, lambda: cache.explain(LONG), cache.clear):
+        with pytest.raises(ValueError, match="this Llama is closed"):
+            look()
 
 
 def test_threads_wait_for_their_turn(open_llama: Open, cold: ColdRuns) -> None:
