@@ -161,6 +161,8 @@ class Cache:
             self.tokens[f"cached:{tier}"] += n
         self.reasons[reason] += 1
         self._emit("lookup", prompt_tokens=prompt_tokens, cached_tokens=cached, reason=reason)
+        if cached == 0 and reason != "disabled" and self._off_reason() is None:
+            self._emit("miss", prompt_tokens=prompt_tokens, reason=reason)
 
     def lookup(self, namespace: str, tokens: Tokens) -> int:
         """How many leading tokens of a prompt `begin` would restore now.  Changes nothing."""

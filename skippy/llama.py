@@ -251,7 +251,8 @@ class Llama(llama_cpp.Llama):
         n = len(array)
         whole = live == n
         reused = n if whole and self.n_tokens == n and not self._requires_eval else live - whole
-        report = ReuseReport(n, reused, n - reused, reason="hit" if live == self.n_tokens or whole else "partial")
+        reason = "hit" if live == self.n_tokens or whole else "partial"
+        report = ReuseReport(n, reused, n - reused, reason=reason if reused else "below_min_tokens")
         report.by_tier["resident"] = reused
         if lease is not None:
             report.diverged_at = self.prefix_cache.cache.note_parting(lease.namespace, array)

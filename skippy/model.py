@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from skippy._llama import Context
 from skippy.errors import ModelError
 from skippy.logs import route_llama_log
 
-__all__ = ["FLASH_ATTENTION", "KV_TYPES", "AdapterFile", "Model", "family_of"]
+__all__ = ["ABORTED", "FLASH_ATTENTION", "KV_TYPES", "AdapterFile", "Model", "ModelContext", "Stop", "family_of"]
+
+ABORTED = 2  # what llama_decode returns when it was told to give up
 
 _GGML_TYPE_BF16 = 30  # llama-cpp-python has no name for it
 
@@ -248,6 +251,14 @@ class Model:
                 self._model = None
 
 
+class Stop:
+    """Whether llama.cpp was told to give up (`said`), and what asking about it raised."""
+
+    def __init__(self) -> None:
+        self.said = False
+        self.error: BaseException | None = None
+
+
 class ModelContext:
     """A llama_context and the `_llama.Context` over it."""
 
@@ -270,6 +281,32 @@ class ModelContext:
         if not found:
             raise ValueError(f"the last decode has no logits at {index}")
         return np.ctypeslib.as_array(found, (self.model.n_vocab,)).copy()
+
+    @contextmanager
+    def stop_when(self, should_stop: Callable[[], bool]) -> Iterator[Stop]:
+        """Let llama.cpp ask, between two operations of what is decoded in here, whether to give up.
+
+        Then `decode` returns ABORTED with the batch half done, and what is yielded here says that it was asked to.
+        llama.cpp asks on a CPU; other backends finish the batch.  What `should_stop` raises stops the decoding too,
+        and is raised at the end of the block: so does KeyboardInterrupt, in the main thread, whatever the answer.
+        """
+        stop = Stop()
+
+        def ask(_: object) -> bool:
+            try:
+                stop.said = stop.said or bool(should_stop())
+            except BaseException as error:  # noqa: BLE001 - it may not pass through llama.cpp, and goes on below
+                stop.error, stop.said = error, True
+            return stop.said
+
+        callback = lib.ggml_abort_callback(ask)
+        lib.llama_set_abort_callback(self.live, callback, None)
+        try:
+            yield stop
+        finally:
+            lib.llama_set_abort_callback(self.live, lib.ggml_abort_callback(), None)
+            if stop.error is not None:
+                raise stop.error
 
     def close(self) -> None:
         """Free the context.  Closing twice does nothing."""

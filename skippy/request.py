@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from skippy.cache import Cache, Lease
 from skippy.errors import ContextFull, NativeError
-from skippy.model import Model, ModelContext
+from skippy.model import ABORTED, Model, ModelContext
 from skippy.report import ReuseReport
 from skippy.sampling import Sampler
 from skippy.text import TextStream
@@ -27,7 +27,8 @@ Tokens = npt.NDArray[np.int32]
 class Completion:
     """An answer: its text, its tokens as generated (without the end token), why it ended, and what was reused.
 
-    `finish_reason` is "stop" (end token or stop text) or "length" (max_tokens, or the context is full).
+    `finish_reason` is "stop" (end token or stop text), "length" (max_tokens, or the context is full) or "stopped"
+    (`should_stop` said so).
     """
 
     text: str
@@ -50,7 +51,8 @@ class Request:
     """The state of one request.  `run()` yields chunks; what was evaluated is recorded however it ends.
 
     `prompt` is int32 [n], n >= 1.  `step` is held around every use of the context, never while a chunk is
-    handed out.  `begin` takes the lane, waiting for one if it must; `end` gives it back, and gets the tokens
+    handed out.  `should_stop` is asked before each batch of the prompt, in the middle of one, and before each further
+    token.  `begin` takes the lane, waiting for one if it must; `end` gives it back, and gets the tokens
     that are in it if they are to be kept.
     """
 
@@ -65,6 +67,7 @@ class Request:
         stops: tuple[str, ...],
         max_tokens: int | None,
         record: bool,
+        should_stop: Callable[[], bool] | None = None,
         step: Callable[[Lease], AbstractContextManager[object]],
         begin: Callable[[], Lease],
         end: Callable[[Lease, Tokens | None], None],
@@ -79,6 +82,7 @@ class Request:
         self._sampler = sampler
         self._max_tokens = max_tokens
         self._keep = record
+        self._should_stop = should_stop
         self._step = step
         self._begin = begin
         self._end = end
@@ -111,7 +115,8 @@ class Request:
             lease = self._begin()
             self._note(lease)
             token = self._prefill(lease)
-            self.report.ttft_ms = 1e3 * (time.perf_counter() - started)
+            if self.finish_reason != "stopped":
+                self.report.ttft_ms = 1e3 * (time.perf_counter() - started)
             while token is not None:
                 text += self._accept(token, tokens)
                 if self.finish_reason is not None:
@@ -119,6 +124,8 @@ class Request:
                 if text:
                     yield Chunk(text, tokens)
                     text, tokens = "", []
+                if self._stopping():
+                    break
                 token = self._advance(lease, token)
             yield Chunk(text + self._text.finish(), tokens, self.finish_reason, self.report)
         finally:
@@ -149,18 +156,44 @@ class Request:
         token: int | None = None
         seconds = 0.0
         for start in range(lease.length, n, chunk):
+            if self._stopping():
+                break
             end = min(start + chunk, n)
             with self._step(lease):
                 began = time.perf_counter()
-                self._evaluate(lease, self._prompt[start:end], "last" if end == n else "none")
+                if not self._evaluate_or_stop(lease, self._prompt[start:end], "last" if end == n else "none"):
+                    break
                 if end == n and self._max_tokens != 0:
                     token = self._choose()
                 seconds += time.perf_counter() - began
-        if self._max_tokens == 0:
+        if self._max_tokens == 0 and self.finish_reason is None:
             self.finish_reason = "length"
         self.report.prefill_ms = 1e3 * seconds
-        self._cache.speeds.prefilled(self.report.evaluated_tokens, seconds)
+        if lease.length > lease.restored:
+            self._cache.speeds.prefilled(lease.length - lease.restored, seconds)
         return token
+
+    def _stopping(self) -> bool:
+        """Whether the request is to end here."""
+        if self._should_stop is None or not self._should_stop():
+            return False
+        self.finish_reason = "stopped"
+        return True
+
+    def _evaluate_or_stop(self, lease: Lease, tokens: Tokens, outputs: Literal["none", "last"]) -> bool:
+        """Evaluate `tokens`; False if the request was stopped in the middle of them, which are out again then."""
+        if self._should_stop is None:
+            self._evaluate(lease, tokens, outputs)
+            return True
+        with self._context.stop_when(self._should_stop) as stop:
+            try:
+                self._evaluate(lease, tokens, outputs)
+            except NativeError as error:
+                if error.code != ABORTED or not stop.said:
+                    raise
+                self.finish_reason = "stopped"
+                return False
+        return True
 
     def _choose(self) -> int | None:
         token = self._sampler.sample(self._context)

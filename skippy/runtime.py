@@ -55,7 +55,8 @@ class Runtime:
     `n_ctx` is the size of the pool in cells, shared by running requests and cached prefixes; `lanes` how many
     requests can be open at once; `lora` paths, or pairs of path and scale.  `flash_attn` "auto" is on where the
     model and the backend allow it; `stats()` says what was decided.  `on_event(name, details)` is called for
-    "lookup", "restore", "save" and "evict".  Use it as a context manager, or call `close()`.
+    "lookup", "miss", "restore", "save" and "evict" (docs/stats.md), and must not use the Runtime.  Use it as a
+    context manager, or call `close()`.
 
     ModelError for a model that cannot be loaded, ConfigError for settings that are not allowed.
     """
@@ -198,6 +199,7 @@ class Runtime:
         grammar: Any = None,
         namespace: str = "",
         cache_prompt: bool = True,
+        should_stop: Callable[[], bool] | None = None,
     ) -> Request:
         """A request that has not begun: `run()` it for chunks, or `complete()` it.
 
@@ -205,6 +207,13 @@ class Runtime:
         0 is greedy.  `stop` texts are not part of the answer.  `grammar` is GBNF text or a LlamaGrammar.
         `namespace` keeps tenants apart: nothing is shared across it.  `cache_prompt` False neither looks up nor
         records.
+
+        `should_stop` ends the request, with what it has and finish_reason "stopped", when it returns true.  It is
+        asked between tokens, and while the prompt is evaluated between the operations of llama.cpp (on a CPU; other
+        backends finish a batch first), not while a lane is waited for; it must be quick, and not use the Runtime.
+        Of a prompt that is stopped so, the whole batches that were evaluated are kept, the text is empty, and
+        `reuse.ttft_ms` 0; its `evaluated_tokens` then count what was to be evaluated.  What it raises ends the
+        request, and is raised.
 
         ValueError for an empty prompt or arguments that make no sense, PromptTooLong for a prompt above the
         context.  While it runs: ContextFull where other open streams hold the cells, NativeError where llama.cpp
@@ -228,6 +237,7 @@ class Runtime:
             stops=stops,
             max_tokens=max_tokens,
             record=cache_prompt,
+            should_stop=should_stop,
             step=self._step,
             begin=lambda: self._begin(namespace, tokens, cache_prompt, room),
             end=self._end,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from skippy.report import ReuseReport
 from skippy.request import Chunk, Completion, Request
 from skippy.template import ChatTemplate
 
@@ -17,7 +18,8 @@ __all__ = ["Session"]
 class Session:
     """A chat whose history is never tokenised again, so that no retokenised answer can break the prefix.
 
-    `messages` is the conversation as text, `tokens` what the model has seen and said, in order.
+    `messages` is the conversation as text, `tokens` what the model has seen and said, in order; `reuse` is the report
+    of the last answer that began, in a stream as well, None before; a fork begins without one.
     """
 
     def __init__(
@@ -30,12 +32,14 @@ class Session:
         self._answering = False
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self.tokens: list[int] = []
+        self.reuse: ReuseReport | None = None
 
     def send(self, text: str, **options: Any) -> Any:
         """Say `text` and get the answer; `options` as in `Runtime.generate`.
 
         With stream=True the answer becomes part of the session when the stream ends or is closed; until then the
-        session takes nothing else (RuntimeError).
+        session takes nothing else (RuntimeError).  An answer that fails, or is stopped by `should_stop`, before its
+        first token leaves the session as it was.
         """
         stream = bool(options.pop("stream", False))
         if self._answering:
@@ -65,12 +69,14 @@ class Session:
         chunks = request.run()
         try:
             for chunk in chunks:
-                begun = True
+                if chunk.finish_reason != "stopped" or request.generated:
+                    begun = True
+                    self.reuse = request.report
                 yield chunk
         finally:
             self._answering = False
             chunks.close()
-            if begun:  # a request that failed before its first word leaves the session as it was
+            if begun:
                 self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": request.text}]
                 self.tokens = [*request.prompt, *request.generated]
 

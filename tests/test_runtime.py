@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -551,6 +552,29 @@ def test_what_was_decided_is_read_back_and_part_of_the_namespace(
     assert rt.generate([*prompt, 5], max_tokens=1).reuse.by_tier["ram"] == 64
 
 
+EVENTS = {
+    "lookup": {"prompt_tokens", "cached_tokens", "reason"},
+    "miss": {"prompt_tokens", "reason"},
+    "restore": {"tier", "tokens", "bytes"},
+    "save": {"tier", "tokens", "bytes"},
+    "evict": {"tier", "reason", "tokens"},
+}
+
+
+def test_the_page_of_events_is_of_these() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "stats.md").read_text().partition("## Events")[2]
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    assert {row[1].strip(" `"): set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", row[3]))) for row in rows} == EVENTS
+
+
+@pytest.mark.parametrize(("mode", "options"), [("disabled", {}), ("record", {}), ("lookup", {"cache_prompt": False})])
+def test_nothing_is_missed_where_nothing_was_to_be_reused(open_runtime: Open, mode: str, options: Any) -> None:
+    seen: list[str] = []
+    rt = open_runtime({"mode": mode}, on_event=lambda name, details: seen.append(name))
+    rt.generate(words(20), max_tokens=1, **options)
+    assert seen == ["lookup"]
+
+
 def test_events_and_counters(open_runtime: Open) -> None:
     seen: list[tuple[str, dict[str, Any]]] = []
     rt = open_runtime(on_event=lambda name, details: seen.append((name, details)))
@@ -558,7 +582,12 @@ def test_events_and_counters(open_runtime: Open) -> None:
     rt.generate(prompt, max_tokens=1)
     rt.cache.space.evict_resident("test")
     rt.generate([*prompt, 5], max_tokens=1)
-    assert [name for name, _ in seen] == ["lookup", "save", "evict", "restore", "lookup"]
+    assert [name for name, _ in seen] == ["lookup", "miss", "save", "evict", "restore", "lookup"]
+    assert seen[1][1] == {"prompt_tokens": 64, "reason": "never_seen"}
+    nbytes = 64 * (23040 + 12)
+    assert seen[2][1]["tokens"] == seen[4][1]["tokens"] == seen[3][1]["tokens"] == 64
+    assert nbytes <= seen[2][1]["bytes"] == seen[4][1]["bytes"]
+    assert {details.get("tier") for _, details in seen[2:5]} == {"ram", "resident"}
     assert seen[-1][1] == {"prompt_tokens": 65, "cached_tokens": 64, "reason": "hit"}
     stats = rt.stats()
     assert stats["tokens"] == {
@@ -566,6 +595,7 @@ def test_events_and_counters(open_runtime: Open) -> None:
         "cached_resident": 0, "cached_ram": 64, "cached_disk": 0,
     }  # fmt: skip
     assert stats["requests"] == {"never_seen": 1, "hit": 1}
+    assert {name: set(details) for name, details in seen} == EVENTS
     assert stats["prefill_tokens_per_second"] > 0
     assert stats["restore_bytes_per_second"] > 0
 
@@ -724,6 +754,98 @@ def test_a_callback_may_not_use_the_runtime_that_called_it(
     rt = open_runtime(on_event=use)
     assert rt.generate(words(20), max_tokens=1).finish_reason == "length"
     assert "being used from within one of its own calls" in caplog.text
+
+
+def test_a_request_that_is_stopped_between_tokens_ends_with_what_it_has(open_runtime: Open) -> None:
+    rt = open_runtime()
+    prompt = words(40)
+    whole = rt.generate(prompt, max_tokens=8)
+    said: list[str] = []
+    request = rt.request(prompt, max_tokens=8, should_stop=lambda: len(said) >= 3)
+    chunks = []
+    for chunk in request.run():
+        chunks.append(chunk)
+        said.append(chunk.text)
+    assert chunks[-1].finish_reason == request.finish_reason == "stopped"
+    assert chunks[-1].reuse is request.report
+    assert request.generated == whole.tokens[: len(request.generated)]
+    assert 3 <= len(request.generated) < 8
+    assert "".join(chunk.text for chunk in chunks) == request.text == rt.detokenize(request.generated)
+    assert request.report.ttft_ms > 0
+    never = rt.generate(prompt, max_tokens=8, should_stop=lambda: False)
+    assert (never.tokens, never.finish_reason) == (whole.tokens, "length")
+
+
+def test_a_prompt_that_is_stopped_in_the_middle_of_a_batch(open_runtime: Open, cold: ColdRuns) -> None:
+    rt = open_runtime(n_batch=128, n_ubatch=128)
+    prompt = words(384, 3)
+    asked = [0]
+
+    def until(limit: float) -> Callable[[], bool]:
+        asked[0] = 0
+
+        def should_stop() -> bool:
+            asked[0] += 1
+            return asked[0] >= limit
+
+        return should_stop
+
+    rt.generate(prompt, max_tokens=0, cache_prompt=False, should_stop=until(math.inf))
+    per_batch = asked[0] // 3
+    assert per_batch > 30  # llama.cpp asks between its operations
+    stopped = rt.generate(prompt, max_tokens=4, should_stop=until(per_batch * 1.5))
+    assert (stopped.text, stopped.tokens, stopped.finish_reason) == ("", [], "stopped")
+    assert stopped.reuse.ttft_ms == 0
+    assert asked[0] == int(per_batch * 1.5 + 0.5)  # it was not asked again, and the rest of the batch not evaluated
+    assert [rt.context.sequences.seq_pos_max(lane) for lane in (0, 1)] == [-1, -1]
+    rt.check()
+    again = rt.generate(prompt, max_tokens=4)
+    assert (again.finish_reason, again.reuse.cached_tokens) == ("length", 128)  # the whole batch is kept
+    assert_same_answer(cold, prompt, again.tokens, 4)
+    at_once = rt.generate(words(60, 4), max_tokens=4, should_stop=lambda: True)
+    assert (at_once.finish_reason, at_once.reuse.evaluated_tokens) == ("stopped", 60)
+    assert rt.generate(words(60, 4), max_tokens=1).reuse.cached_tokens == 0
+    chunks = list(rt.generate(prompt, max_tokens=0, stream=True, should_stop=lambda: True))
+    assert [(chunk.text, chunk.finish_reason) for chunk in chunks] == [("", "stopped")]
+
+
+@pytest.mark.parametrize("at", [1, 40, 400])
+def test_what_should_stop_raises_ends_the_request(open_runtime: Open, at: int) -> None:
+    rt = open_runtime(n_batch=64, n_ubatch=64)
+    asked = iter(range(1, 10**6))
+
+    def should_stop() -> bool:
+        if next(asked) == at:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        rt.generate(words(200), max_tokens=4, should_stop=should_stop)
+    rt.check()
+    assert not rt._owners
+    assert rt.generate(words(200), max_tokens=1).reuse.cached_tokens % 64 == 0
+
+
+def test_the_session_has_the_report_of_its_last_answer(open_runtime: Open) -> None:
+    rt = open_runtime()
+    session = rt.session("You are brief. " * 8)
+    assert session.reuse is None
+    answer = session.send("One.", max_tokens=3)
+    assert session.reuse is answer.reuse
+    stream = session.send("Two.", max_tokens=6, stream=True)
+    assert session.reuse is answer.reuse  # it has not begun
+    next(stream)
+    assert session.reuse is not answer.reuse
+    assert session.reuse.cached_tokens > 20
+    stream.close()
+    before = (session.reuse, list(session.messages), list(session.tokens))
+    assert session.fork().reuse is None
+    stopped = session.send("Three.", max_tokens=6, should_stop=lambda: True)
+    assert (stopped.finish_reason, stopped.text) == ("stopped", "")
+    assert (session.reuse, session.messages, session.tokens) == before
+    with pytest.raises(skippy.PromptTooLong):
+        session.send("sea " * 3000)
+    assert session.reuse is before[0]
 
 
 def test_a_session_answers_one_message_at_a_time(open_runtime: Open) -> None:

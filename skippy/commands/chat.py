@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from llama_cpp import llama_cpp as lib
-
 from skippy.commands.options import CommandError
-from skippy.errors import NativeError
 from skippy.report import ReuseReport
 from skippy.request import Chunk
 from skippy.runtime import Runtime
 from skippy.session import Session
 
 __all__ = ["Branch", "Chat", "ChatError"]
-
-_ABORTED = 2  # what llama_decode returns when the abort callback said so
 
 
 class ChatError(CommandError):
@@ -115,38 +109,24 @@ class Chat:
         start = branch.before[index] if index < len(branch.before) else branch.session
         session = start.fork()
         seed = None if self._seed is None else self._seed + self._asked
-        request = self._runtime.request(session.prompt_for(text), **self._options, seed=seed)
+        prompt = session.prompt_for(text)
+        request = self._runtime.request(prompt, **self._options, seed=seed, should_stop=lambda: self.stopped)
         self._asked += 1
         chunks = request.run()
         begun = False
         try:
-            with self._prefill_stops():
-                chunk = next(chunks, None)
-            while chunk is not None:
+            for chunk in chunks:
+                if chunk.finish_reason == "stopped" and not chunk.text:
+                    break  # nobody waits for that
                 begun = True
                 self.reuse = request.report
                 yield chunk
-                chunk = None if self.stopped else next(chunks, None)
-        except NativeError as error:
-            if begun or error.code != _ABORTED or not self.stopped:
-                raise
         finally:
             chunks.close()
             if begun:
                 session.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": request.text}]
                 session.tokens = [*request.prompt, *request.generated]
                 branch.session, branch.before = session, (*branch.before[:index], start)
-
-    @contextmanager
-    def _prefill_stops(self) -> Iterator[None]:
-        """Let llama.cpp ask, between two operations on the prompt, whether the answer has been stopped."""
-        context = self._runtime.context.live
-        ask = lib.ggml_abort_callback(lambda _: self.stopped)
-        lib.llama_set_abort_callback(context, ask, None)
-        try:
-            yield
-        finally:
-            lib.llama_set_abort_callback(context, lib.ggml_abort_callback(), None)
 
     # -- conversations ----------------------------------------------------------------------------------
 
