@@ -16,11 +16,12 @@ from llama_cpp import llama_cpp as lib
 from skippy._binding import BUILD
 from skippy._llama import SEQ_LIMIT, Context
 from skippy.cache import Cache
+from skippy.capability import Capability
 from skippy.config import Adapter, CacheConfig, ResidentCacheConfig, StageConfig
 from skippy.identity import KvIdentity
 from skippy.model import KV_TYPES, AdapterFile, family_of
 from skippy.pool import Pool
-from skippy.probe import Capability, probe
+from skippy.probe import probe
 
 __all__ = ["CAPTURE", "LANE", "Attached", "attach", "prepare", "stage_of"]
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import skippy
+from skippy.capability import Capability
 from skippy.demo.evidence import ColdRuns
 from skippy.llama_context import stage_of
-from skippy.probe import Capability
 from tests.conftest import THREADS, assert_same_answer
 from tests.test_lora import write_adapter
 
@@ -218,6 +218,31 @@ def test_a_chat_of_turns_between_three_chats_evaluates_only_new_tokens(open_llam
         known.append(path)
         messages.append({"role": "assistant", "content": response["choices"][0]["message"]["content"]})
         llama.prefix_cache.check()
+
+
+def test_the_same_chats_through_a_runtime_evaluate_as_many_tokens(open_llama: Open, smol_path: Path) -> None:
+    cache = {"min_tokens": 16, "ram": "256MiB", "residency": "keep"}
+    llama = open_llama(cache)
+    chats: list[list[dict[str, str]]] = [[SYSTEM], [SYSTEM], [SYSTEM]]
+    asked: list[list[dict[str, str]]] = []
+    answers: list[str] = []
+    through_llama: list[tuple[int, int]] = []
+    for turn in range(8):
+        messages = chats[turn % 3]
+        messages.append({"role": "user", "content": f"Question {turn}: what is in hold {turn * 7 % 5}?"})
+        asked.append(list(messages))
+        response = llama.create_chat_completion(messages, max_tokens=6, temperature=0.0)
+        answers.append(response["choices"][0]["message"]["content"])
+        messages.append({"role": "assistant", "content": answers[-1]})
+        through_llama.append((llama.last_reuse.prompt_tokens, llama.last_reuse.evaluated_tokens))
+    llama.close()
+    threads = SETTINGS["n_threads"]
+    config = skippy.CacheConfig(**cache)
+    with skippy.Runtime(smol_path, n_ctx=SETTINGS["n_ctx"], n_threads=threads, lanes=1, cache=config) as rt:
+        found = [rt.chat(messages, max_tokens=6) for messages in asked]
+    assert [answer.text for answer in found] == answers
+    assert [(answer.reuse.prompt_tokens, answer.reuse.evaluated_tokens) for answer in found] == through_llama
+    assert sum(evaluated for _, evaluated in through_llama[1:]) < sum(n for n, _ in through_llama[1:]) / 4
 
 
 def test_cache_prompt_and_prompt_cache_key(open_llama: Open) -> None:
@@ -421,7 +446,10 @@ def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step(open
         llama.prefix_cache.cache.space.evict_resident("test")
         with llama._steps:
             llama.prefix_cache.cache.count(0, {}, "hit")
-        assert not llama._turns.mine  # the stream is closed, and its turn has ended
+            assert llama._turns.mine  # it is closed, but nothing of it is touched before the step is over
+            assert llama.prefix_cache.cache.tree.count("resident") == 0
+        assert not llama._turns.mine
+        assert llama.prefix_cache.cache.tree.count("resident") == 1
     finally:
         gc.enable()
     assert seen
