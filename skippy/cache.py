@@ -9,48 +9,41 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from skippy._radix import Match, Node, RadixTree
 from skippy.capability import Capability
-from skippy.config import CacheConfig
+from skippy.config import CacheConfig, PrefixCandidatePolicy
 from skippy.errors import ContextFull, Locked, NativeError, StateError
 from skippy.history import PartingHistory, Tokens
 from skippy.lease import Lease, Observer, release
-from skippy.plan import Part, Plan, make_plan
+from skippy.plan import Plan, make_plan
 from skippy.pool import Pool
 from skippy.recorder import Recorder
 from skippy.report import TIERS, Explanation
-from skippy.segments import LoadRefused, RamStore
+from skippy.restorer import Failure, LaneLost, Restorer
+from skippy.segments import Logits, RamStore
+from skippy.shelf import KINDS
 from skippy.space import Space
 from skippy.speeds import Speeds
+from skippy.stops import prefill_stops
 
 __all__ = ["Cache", "Lease", "Observer"]
 
 log = logging.getLogger("skippy")
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Why a restore failed, and the part of the plan that is to blame, if one is."""
-
-    reason: str
-    part: Part | None
-
-
-class _LaneLost(NativeError):
-    """A lane could not be emptied, and is set aside."""
-
-
 class Cache:
     """The cache of one context.
 
     `unable` is the reason why this context's state cannot be reused, or None; then, and with mode
-    "disabled", requests run as if there were no cache.  `max_resident_tokens` 0 means no cap.
+    "disabled", requests run as if there were no cache.  `max_resident_tokens` 0 means no cap.  With `logits_bytes` the
+    logits of whole prompts are kept, if they take no more than that each: the same prompt again needs no evaluation.
     """
 
     def __init__(
@@ -59,12 +52,14 @@ class Cache:
         config: CacheConfig,
         *,
         max_resident_tokens: int,
+        logits_bytes: int = 0,
         unable: str | None = None,
         capability: Capability | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
         self.pool = pool
         self.config = config
+        self.logits_bytes = logits_bytes
         self.capability = Capability(unable) if capability is None else capability
         self.unable = self.capability.unable
         self._leases: set[Lease] = set()
@@ -72,7 +67,11 @@ class Cache:
         self.speeds = Speeds()
         self.speeds.saved(*self.capability.saved)
         self.speeds.restored(*self.capability.restored)
-        self.store = RamStore(0 if self.off or config.payload == "resident-kv" else config.saved_bytes_cap())
+        self.store = RamStore(
+            0 if self.off or config.payload == "resident-kv" else config.saved_bytes_cap(), self.capability
+        )
+        if self.unable is None and self.store.arena.capacity:
+            self.store.prepare(pool)
         self.space = Space(
             self.tree,
             pool,
@@ -84,11 +83,14 @@ class Cache:
             speeds=self.speeds,
             bytes_per_cell=self.capability.bytes_per_token,
         )
+        self.shelf = self.space.shelf
         self.recorder = Recorder(self.space, self._leases, max_resident_tokens=max_resident_tokens)
         self.seconds_looking_up = 0.0
         self.history = PartingHistory()
         self.tokens: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+        self.restorer = Restorer(self.space, self._emit)
+        self.policy = PrefixCandidatePolicy.from_cache(config)
         self.observer: Observer | None = None
         self._on_event = on_event
 
@@ -141,7 +143,7 @@ class Cache:
                 self.reserve(needed + room)
             except ContextFull:
                 self.reserve(needed + min(room, 1))
-        except _LaneLost:  # it is set aside; another one serves the prompt from zero
+        except LaneLost:  # it is set aside; another one serves the prompt from zero
             self.end(lease)
             return self.begin(namespace, tokens, reuse=False, room=room)
         except BaseException:
@@ -173,32 +175,63 @@ class Cache:
     def _plan(self, namespace: str, tokens: Tokens) -> tuple[Match, Plan]:
         """What is held of a prompt, and what of it is worth bringing back.  Changes nothing."""
         match = self.tree.match(namespace, tokens)
-        return match, make_plan(match, len(tokens), min_tokens=self.config.min_tokens, speeds=self.speeds)
+        plan = make_plan(
+            match,
+            len(tokens),
+            min_tokens=self.config.min_tokens,
+            speeds=self.speeds,
+            shape=self.capability,
+            payload=self.tree.get,
+            logits=self.logits_bytes > 0,
+        )
+        return match, plan
 
     def _restore(self, lease: Lease, tokens: Tokens) -> None:
         lease.diverged_at = self.note_parting(lease.namespace, tokens)
-        trouble: _Failure | None = None
+        trouble: Failure | None = None
         while True:
             began = time.perf_counter()
-            _, plan = self._plan(lease.namespace, tokens)
+            match, plan = self._plan(lease.namespace, tokens)
             self.seconds_looking_up += time.perf_counter() - began
-            failure = self._execute(lease, plan, tokens) if plan.parts else None
+            if plan.length == len(tokens) and not self._take_logits(lease, match):
+                continue  # they were damaged, and are not offered again
+            failure = self.restorer.execute(lease, plan, tokens) if plan.parts else None
             if failure is None:
                 break
             trouble = failure
-            self._clean(lease)
-            if not self._mend(failure):  # trying again would fail again
+            self.restorer.clean(lease)
+            if not self.restorer.mend(failure):  # trying again would fail again
                 break
+        if lease.length < len(tokens):
+            lease.logits = None
         lease.reason = trouble.reason if trouble else plan.reason
+        if lease.reason == "hit" and lease.restored < plan.length:
+            lease.reason = "partial"
         self._count_lost(lease, tokens)
         if lease.reason == "not_worth_it":
             self.speeds.declined()
         if lease.reason == "hit" and lease.diverged_at is not None:
             lease.reason = "partial"
 
+    def _take_logits(self, lease: Lease, match: Match) -> bool:
+        """Read the logits after this very prompt; False, and they are gone, if they are damaged."""
+        assert match.logits is not None
+        saved = self.tree.get(match.logits, "logits")
+        assert isinstance(saved, Logits)
+        try:
+            lease.logits, lease.prompt_end = saved.read(), match.logits.length
+        except StateError as error:
+            log.warning("stored logits failed their check and are dropped: %s", error)
+            saved.damaged = True
+            self.space.failures["restore"] += 1
+            with suppress(Locked):
+                self.shelf.drop(match.logits, "logits", "corrupt")
+            return False
+        return True
+
     def _count_lost(self, lease: Lease, tokens: Tokens) -> None:
         """Tokens that a larger budget would have kept; where nothing was restored, that is the reason."""
-        lost = min(self.space.tombstones.longest(lease.namespace, tokens), len(tokens) - 1) - lease.restored
+        lost = min(self.shelf.tombstones.longest(lease.namespace, tokens), len(tokens) - 1) - lease.restored
         if lost > 0:
             self.tokens["lost"] += lost
             if lease.restored == 0 and lease.reason in ("never_seen", "below_min_tokens"):
@@ -214,83 +247,6 @@ class Cache:
             return None
         self.history.note(namespace, matched, stored, tokens[matched:][:512])
         return matched
-
-    def _execute(self, lease: Lease, plan: Plan, tokens: Tokens) -> _Failure | None:
-        """Restore `plan` into the lane.  None if it worked, or what did not; the lane is to be emptied then."""
-        locks = []
-        for part in plan.parts:
-            whole = part.tier == "resident"
-            locks.append(self.tree.lock(part.node, part.node.length if whole else min(part.end, part.node.length)))
-        try:
-            for part in plan.parts:
-                try:
-                    self._execute_part(lease, part, tokens)
-                except ContextFull:  # other requests hold the cells: go on from what is there
-                    return None
-                except StateError as error:
-                    log.warning("stored state failed its check and is dropped: %s", error)
-                    return _Failure("corrupt", part)
-                except NativeError as error:
-                    log.warning("restoring failed: %s", error)
-                    return _Failure("corrupt", None)
-                finally:
-                    self.tree.unlock(locks.pop(0))  # what has been taken may leave again
-                lease.length = lease.restored = part.end
-                lease.by_tier[part.tier] += part.end - part.start
-        finally:
-            for lock in locks:
-                self.tree.unlock(lock)
-        return None
-
-    def _mend(self, failure: _Failure) -> bool:
-        """Drop what a restore failed on, once the lane is empty; whether another plan may succeed."""
-        self.space.failures["restore"] += 1
-        part = failure.part
-        if part is None:
-            return False
-        try:
-            if part.tier == "resident":
-                self.space.drop_resident(part.node)
-                self.space.drop_vanished()
-            else:
-                part.payload.damaged = True
-                self.space.drop_segment(part.node, "corrupt")
-        except Locked:  # another request uses its path; a damaged segment is not offered again all the same
-            return part.tier != "resident"
-        return True
-
-    def _execute_part(self, lease: Lease, part: Part, tokens: Tokens) -> None:
-        if part.tier == "resident":
-            seq = self.space.sequence_of(part.node)
-            if self.pool.length(seq) != part.node.length:
-                raise StateError(f"sequence {seq} has {self.pool.length(seq)} tokens, its entry {part.node.length}")
-            self.pool.append(seq, lease.lane, 0, part.end)
-            # From now on the lane holds these cells too: they count once, whatever residents come and go.
-            lease.lock = self.tree.lock(self.tree.insert(lease.namespace, tokens[: part.end]), cells=True)
-            lease.held = lease.length = part.end
-            return
-        self.space.make_cells(part.end - part.start)
-        began = time.perf_counter()
-        try:
-            self.store.restore(self.pool, part.payload, lease.lane, part.start, part.end)
-        except LoadRefused:
-            # For want of cells that the ledger did not see, if at all: once more with one resident less.
-            if not self.space.evict_resident("load"):
-                raise
-            self.store.restore(self.pool, part.payload, lease.lane, part.start, part.end)
-        self.speeds.restored(part.nbytes, time.perf_counter() - began)
-        self._emit("restore", tier="ram", tokens=part.end - part.start, bytes=part.nbytes)
-
-    def _clean(self, lease: Lease) -> None:
-        """Empty the lane of a lease and forget what it shared."""
-        try:
-            self.pool.empty(lease.lane)
-        except NativeError as error:
-            raise _LaneLost(str(error)) from error
-        finally:
-            release(self.tree, lease)
-        lease.length = lease.restored = lease.held = 0
-        lease.by_tier = dict.fromkeys(TIERS, 0)
 
     def rewind(self, lease: Lease, tokens: Tokens) -> None:
         """The lane of `lease` is about to be cut to `tokens`, its first ones, or goes on from there."""
@@ -310,6 +266,55 @@ class Cache:
         """Note that one token took `seconds` in the lane of `lease`."""
         self.speeds.decoded(self.space.cells_in_use - lease.length, lease.length, seconds)
 
+    # -- keeping what is evaluated --------------------------------------------------------------------------
+
+    def stops(self, lease: Lease, tokens: Tokens, message_starts: Iterable[int] = ()) -> list[int]:
+        """Lengths of the prompt `tokens` at which its evaluation must pause for `checkpoint`, rising.
+
+        `message_starts` are the lengths at which its messages begin.  Plain attention needs none: it is cut anywhere.
+        A window that is at least as long as a batch neither: the end of each batch will do.
+        """
+        shape = self.capability
+        if not self.keeps_points or (shape.window and shape.window >= self.pool.context.n_batch):
+            return []
+        return prefill_stops(
+            lease.length,
+            len(tokens),
+            branch=self.tree.branch_point(lease.namespace, tokens),
+            message_starts=message_starts,
+            shared=self.policy.shared_checkpoint(len(tokens)),
+            least=max(1, self.config.min_tokens),
+            before_last=shape.needs_checkpoints and not self.logits_bytes,
+        )
+
+    @property
+    def keeps_points(self) -> bool:
+        """Whether state must be kept while the lane stands where it belongs, because it cannot be had later."""
+        return not self.off and self.config.mode != "lookup" and not self.capability.residents
+
+    def checkpoint(self, lease: Lease, tokens: Tokens) -> None:
+        """The lane holds `tokens` (int32 [lease.length]): keep what can be kept only now.  Never raises for failures.
+
+        With point state that is the state of this length, with a window what the lane still has of it.  O(bytes).
+        """
+        if not self.keeps_points or len(tokens) < max(1, self.config.min_tokens):
+            return
+        if self.capability.needs_checkpoints:
+            self.shelf.save_point(lease.namespace, tokens, lease.lane)
+        else:
+            self.shelf.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
+        if self.observer is not None:
+            self.observer.evaluated(lease, tokens)
+
+    def wants_checkpoint(self, lease: Lease, since: int) -> bool:
+        """Whether a lane that was at `since` tokens at the last checkpoint is about to lose a part of its window."""
+        return 0 < self.capability.window <= lease.length - since + 1 and self.keeps_points
+
+    def note_logits(self, lease: Lease, logits: Callable[[], npt.NDArray[np.float32]], n_vocab: int) -> None:
+        """The prompt has been evaluated to its end: keep its logits with it, if `n_vocab` of them are cheap enough."""
+        if not self.off and self.config.mode != "lookup" and 4 * n_vocab <= self.logits_bytes:
+            lease.logits, lease.prompt_end = logits(), lease.length
+
     # -- recording --------------------------------------------------------------------------------------
 
     def record(self, lease: Lease, tokens: Tokens) -> bool:
@@ -328,7 +333,9 @@ class Cache:
         try:
             if self.pool.length(lease.lane) != n:
                 raise NativeError(f"the lane holds {self.pool.length(lease.lane)} tokens, {n} were evaluated")
-            if self.config.payload == "full-state":
+            if lease.logits is not None and self.config.min_tokens <= lease.prompt_end <= n:
+                self.shelf.keep_logits(lease.namespace, tokens[: lease.prompt_end], lease.logits)
+            if self.config.payload == "full-state" or not self.capability.residents:
                 return self.recorder.save(lease, tokens)
             kept = self.recorder.keep(lease, tokens)
             if self.weighs_residency:
@@ -353,19 +360,20 @@ class Cache:
     # -- looking from outside ---------------------------------------------------------------------------
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drop everything that no request is using: residents, then segments.  Other namespaces stay."""
+        """Drop everything that no request is using: residents, then what is saved.  Other namespaces stay."""
         for node in self.tree.entries("resident", namespace):
-            self._drop_if_unlocked(node, "resident")
-        for node in self.tree.entries("segment", namespace):
-            self._drop_if_unlocked(node, "segment")
+            with self._unless_locked(node, "resident"):
+                self.space.drop_resident(node)
+        for kind in KINDS:
+            for node in self.tree.entries(kind, namespace):
+                with self._unless_locked(node, kind):
+                    self.shelf.drop(node, kind, "cleared")
         self.store.arena.release_pages()
 
-    def _drop_if_unlocked(self, node: Node, kind: str) -> None:
+    @contextmanager
+    def _unless_locked(self, node: Node, kind: str) -> Iterator[None]:
         try:
-            if kind == "resident":
-                self.space.drop_resident(node)
-            else:
-                self.space.drop_segment(node, "cleared")
+            yield
         except Locked:
             log.info("a %s of %d tokens stays: a request is using it", kind, node.length)
 
@@ -379,7 +387,7 @@ class Cache:
         volatile = self.history.volatile_index(namespace, at)
         cached = 0 if self._off_reason() else plan.length
         reason = "partial" if plan.reason == "hit" and parted else plan.reason
-        if cached == 0 and reason == "never_seen" and self.space.tombstones.longest(namespace, tokens):
+        if cached == 0 and reason == "never_seen" and self.shelf.tombstones.longest(namespace, tokens):
             reason = "evicted_recently"
         speed = self.speeds.prefill
         return Explanation(
@@ -434,6 +442,8 @@ class Cache:
             },
             "residents": self.tree.count("resident"),
             "segments": self.tree.count("segment"),
+            "checkpoints": self.tree.count("checkpoint"),
+            "logits": self.tree.count("logits"),
             "evictions": dict(self.space.evictions),
             "failures": dict(self.space.failures),
             "sequences_set_aside": len(self.pool.set_aside),
@@ -453,6 +463,6 @@ class Cache:
             assert self.pool.length(seq) == node.length, f"sequence {seq} and its entry differ in length"
         for lease in self._leases:
             assert self.pool.length(lease.lane) == lease.length, f"lane {lease.lane} and its lease differ in length"
-        used = sum(self.space.segment_of(node).nbytes for node in self.tree.entries("segment"))
-        assert used == self.store.arena.used, "the tree's segments are not the arena's blocks"
+        used = sum(self.shelf.saved(node, kind).nbytes for kind in KINDS for node in self.tree.entries(kind))
+        assert used == self.store.arena.used, "what the tree says is saved is not what the arena has lent"
         assert self.space.cells_in_use <= self.pool.n_cells, "more cells are in use than there are"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from skippy.layout import PLAIN, Layout
+
 __all__ = ["Capability"]
 
 
@@ -12,13 +14,31 @@ class Capability:
     """What a context can do, and what its state takes.
 
     `unable` says why state cannot be reused, or is None; `flash_attn` is what llama.cpp decided, where it shows.
-    `point_state_bytes` is the size of the partial state, which cannot be cut at a token; 0 where all of it can be.
-    `saved` and `restored` are bytes and the seconds they took, once, when the context was tried.
+    `bytes_per_token` is what a token's attention takes, `point_state_bytes` the partial state, which is valid at one
+    length and cannot be cut (0 where all of it can).  `window` is how many tokens the layers with a sliding window
+    see, 0 where there are none.  `saved` and `restored` are bytes and the seconds they took when it was tried.
     """
 
     unable: str | None
     flash_attn: bool | None = None
     bytes_per_token: int = 0
     point_state_bytes: int = 0
+    window: int = 0
+    layout: Layout = PLAIN
     saved: tuple[int, float] = field(default=(0, 0.0), compare=False)
     restored: tuple[int, float] = field(default=(0, 0.0), compare=False)
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether a path can be gone on from only where its point state was kept (recurrent, hybrid)."""
+        return self.layout.opaque
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether tokens have cells of their own at all."""
+        return self.layout.sections > 0
+
+    @property
+    def residents(self) -> bool:
+        """Whether a path can stay in the pool and serve any of its heads: plain attention alone."""
+        return not self.layout.opaque and self.window == 0

@@ -229,12 +229,7 @@ class KvIdentity:
 
         One stride below the last multiple of the stride, at least `min_tokens`.
         """
-        stride, least = self.policy.stride_tokens, self.policy.min_tokens
-        if token_count <= least:
-            return None
-        near_tail = token_count - token_count % max(1, stride)
-        shared = max(near_tail - stride, least)
-        return shared if 0 < shared < token_count else None
+        return self.policy.shared_checkpoint(token_count)
 
     def exact_shared_checkpoint_identity(
         self, base: MessageBase, token_start: int, token_ids: Tokens

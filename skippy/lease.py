@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from skippy._radix import Lock, RadixTree
 from skippy.history import Tokens
 from skippy.report import TIERS
+
+Logits = npt.NDArray[np.float32]
 
 __all__ = ["Lease", "Observer", "release"]
 
 
 @dataclass(eq=False)
 class Lease:
-    """A lane in use: `length` tokens of `namespace` are in sequence `lane`, `held` of them shared with residents."""
+    """A lane in use: `length` tokens of `namespace` are in sequence `lane`, `held` of them shared with residents.
+
+    `logits` (float32 [n_vocab]) are those after token `prompt_end`, the end of its prompt, where they are known.
+    """
 
     lane: int
     namespace: str
@@ -26,6 +34,8 @@ class Lease:
     diverged_at: int | None = None
     restore_ms: float = 0.0
     lock: Lock | None = None
+    logits: Logits | None = None
+    prompt_end: int = 0
 
 
 def release(tree: RadixTree, lease: Lease) -> None:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from skippy._radix import Match, Node
+from skippy._radix import Match, Node, Span
+from skippy.capability import Capability
 from skippy.speeds import Speeds
 
-__all__ = ["Part", "Plan", "make_plan"]
+__all__ = ["Part", "Plan", "make_plan", "window_end"]
+
+DENSE = Capability(None)
+GetPayload = Callable[[Node, Literal["checkpoint", "logits"]], Any]
+
+
+def _nothing(node: Node, kind: str) -> None:
+    return None
 
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens [start, end), about `nbytes`, to be taken from the resident or the segment that `node` carries."""
+    """The tokens [start, end), about `nbytes`, to be taken from the payload `kind` that `node` carries.
+
+    `kind` is "resident", "segment", or "checkpoint": the point state at `end`, which goes on top of what came before.
+    """
 
     tier: str  # "resident" or "ram"
+    kind: str
     node: Node
     payload: Any
     start: int
@@ -25,11 +38,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """`parts` in order, without gaps from 0 to `length`; `reason` as in a ReuseReport."""
+    """`parts` in order, without gaps from 0 to `length`; `reason` as in a ReuseReport.
+
+    `window` is the first position of which layers with a sliding window are brought back; None where all is.
+    """
 
     parts: tuple[Part, ...]
     matched: int
     reason: str
+    window: int | None = None
 
     @property
     def length(self) -> int:
@@ -37,25 +54,54 @@ class Plan:
         return self.parts[-1].end if self.parts else 0
 
 
-def make_plan(match: Match, prompt_tokens: int, *, min_tokens: int, speeds: Speeds) -> Plan:
-    """Plan for a dense model: the longest restorable prefix, at most `prompt_tokens - 1`, that is worth it.
+def make_plan(
+    match: Match,
+    prompt_tokens: int,
+    *,
+    min_tokens: int,
+    speeds: Speeds,
+    shape: Capability = DENSE,
+    payload: GetPayload = _nothing,
+    logits: bool = False,
+) -> Plan:
+    """The longest restorable prefix that is worth it; `payload(node, kind)` tells what a node carries.
 
-    One token is always left to evaluate, because logits are not kept.  The resident part comes first, then
-    segments for as long as they go on without a gap and are cheaper to bring back than to evaluate.
-    O(nodes of the matched path).
+    At most `prompt_tokens - 1`, because one token must be evaluated to get logits; with `logits`, where those of this
+    very prompt are kept, all of it.  Residents come first, then segments for as long as they go on without a gap and
+    are cheaper to bring back than to evaluate.  With a sliding window the prefix ends where the stored window reaches
+    back far enough, with point state at a checkpoint.  O(nodes of the matched path).
     """
     matched = match.matched
-    wanted = min(matched, prompt_tokens - 1)
+    kept = payload(match.logits, "logits") if logits and match.logits is not None else None
+    wanted = min(matched, prompt_tokens if kept is not None and not kept.damaged else prompt_tokens - 1)
     if matched == 0:
         return Plan((), 0, "never_seen")
     if matched < min_tokens:
         return Plan((), matched, "below_min_tokens")
+    if shape.needs_checkpoints:
+        return _at_a_checkpoint(match, wanted, min_tokens, speeds, shape, payload)
     parts: list[Part] = []
     length = min(match.resident_length, wanted)
     if length > 0 and match.resident is not None:
-        parts.append(Part("resident", match.resident, None, 0, length))
-    worthless = False
-    for span in match.segments:
+        parts.append(Part("resident", "resident", match.resident, None, 0, length))
+    found, worthless = _segments(match.segments, length, wanted, speeds)
+    parts += found
+    window = None
+    if shape.window and parts:
+        length = window_end(parts, shape.window)
+        window = max(0, length - shape.window)
+        parts = _cut(parts, length)
+    if not parts:
+        reason = "not_worth_it" if worthless else "no_checkpoint" if found else "evicted_recently"
+        return Plan((), matched, reason)
+    reason = "hit" if parts[-1].end == wanted else "partial"
+    return Plan(tuple(parts), matched, reason, window)
+
+
+def _segments(spans: Sequence[Span], length: int, wanted: int, speeds: Speeds | None) -> tuple[list[Part], bool]:
+    """Parts that go on from `length` without a gap, and whether they end because more is not worth it."""
+    parts: list[Part] = []
+    for span in spans:
         if span.start > length or length >= wanted:
             break
         end = min(span.reach, wanted)
@@ -64,12 +110,65 @@ def make_plan(match: Match, prompt_tokens: int, *, min_tokens: int, speeds: Spee
         if span.payload.damaged:
             break
         nbytes = span.payload.nbytes * (end - length) // (span.end - span.start)
-        if not speeds.worth_restoring(nbytes, end - length):
-            worthless = True
-            break
-        parts.append(Part("ram", span.node, span.payload, length, end, nbytes))
+        if speeds is not None and not speeds.worth_restoring(nbytes, end - length):
+            return parts, True
+        parts.append(Part("ram", "segment", span.node, span.payload, length, end, nbytes))
         length = end
-    if not parts:
-        return Plan((), matched, "not_worth_it" if worthless else "evicted_recently")
-    reason = "hit" if length == wanted else "partial"
-    return Plan(tuple(parts), matched, reason)
+    return parts, False
+
+
+def window_end(parts: Sequence[Part], window: int) -> int:
+    """The longest prefix at whose end the layers with a window have all that the next token sees.
+
+    That are the `window - 1` tokens before it, or all of them.  Each segment holds the end of what it covers, from
+    its `window_from` on.  0 if there is no such prefix.  O(parts).
+    """
+    end: int | None = None  # of the run of held positions that is being followed back
+    for part in reversed(parts):
+        held_from = max(part.payload.window_from, part.start)
+        if held_from >= part.end:  # nothing of the window is held here
+            end = None
+            continue
+        if end is None:
+            end = part.end
+        if held_from == 0 or end >= held_from + window - 1:
+            return end
+        if held_from > part.start:  # a gap: the run ends here
+            end = None
+    return 0
+
+
+def _cut(parts: Sequence[Part], length: int) -> list[Part]:
+    """The parts up to `length` tokens."""
+    kept = []
+    for part in parts:
+        if part.start >= length:
+            break
+        end = min(part.end, length)
+        nbytes = part.nbytes * (end - part.start) // (part.end - part.start)
+        kept.append(Part(part.tier, part.kind, part.node, part.payload, part.start, end, nbytes))
+    return kept
+
+
+def _at_a_checkpoint(
+    match: Match, wanted: int, min_tokens: int, speeds: Speeds, shape: Capability, payload: GetPayload
+) -> Plan:
+    """The deepest checkpoint whose attention is held from the first token on."""
+    held = _segments(match.segments, 0, wanted, None)[0] if shape.has_attention else []
+    covered = held[-1].end if held else 0
+    worthless = False
+    for node in reversed(match.checkpoints):
+        length = node.length
+        if length > wanted or (shape.has_attention and length > covered):
+            continue
+        if length < min_tokens:
+            break
+        checkpoint = payload(node, "checkpoint")
+        if checkpoint is None or checkpoint.damaged:
+            continue
+        start = length if shape.has_attention else 0
+        parts = [*_cut(held, length), Part("ram", "checkpoint", node, checkpoint, start, length, checkpoint.nbytes)]
+        if speeds.worth_restoring(sum(part.nbytes for part in parts), length):
+            return Plan(tuple(parts), match.matched, "hit" if length == wanted else "partial")
+        worthless = True
+    return Plan((), match.matched, "not_worth_it" if worthless else "no_checkpoint")

@@ -79,6 +79,20 @@ class PrefixCandidatePolicy:
         """
         return self.candidate_token_counts(token_count)[: self.record_limit or None]
 
+    def shared_checkpoint(self, token_count: int) -> int | None:
+        """Where to put the checkpoint that prompts with another tail can share, or None: no place for it.  O(1).
+
+        One stride below the last multiple of the stride, at least `min_tokens`.
+
+        >>> PrefixCandidatePolicy(256, 128, 2, 256).shared_checkpoint(2214)
+        2048
+        """
+        if token_count <= self.min_tokens:
+            return None
+        near_tail = token_count - token_count % max(1, self.stride_tokens)
+        shared = max(near_tail - self.stride_tokens, self.min_tokens)
+        return shared if 0 < shared < token_count else None
+
 
 def _require(name: str, value: int) -> None:
     if value < 0:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from skippy.capability import Capability
 from skippy.errors import NativeError, SkippyError
 
 __all__ = ["NativeContext", "Pool"]
@@ -40,10 +41,11 @@ class NativeContext(Protocol):
 class Pool:
     """Hands out sequence ids of `context` and moves cells between them.
 
-    Ids 0 .. lanes-1 are lanes, the next is for captures, the next `residents` are for cached paths.
+    Ids 0 .. lanes-1 are lanes, the next is for captures, the next `residents` are for cached paths.  `shape` is what
+    the probe found; it says how much the positions of a sequence tell.
     """
 
-    def __init__(self, context: NativeContext, *, lanes: int, residents: int) -> None:
+    def __init__(self, context: NativeContext, *, lanes: int, residents: int, shape: Capability | None = None) -> None:
         needed = lanes + 1 + residents
         if lanes < 1 or residents < 0 or needed > context.n_seq_max:
             raise ValueError(
@@ -51,6 +53,7 @@ class Pool:
                 f"the context has {context.n_seq_max}"
             )
         self.context = context
+        self.shape = Capability(None) if shape is None else shape
         self.n_cells = context.n_ctx
         self.set_aside: dict[int, int] = {}  # sequence id -> cells that could not be freed
         self._lanes = list(range(lanes))
@@ -90,9 +93,12 @@ class Pool:
         """Drop all cells of `seq`.  NativeError, with the id set aside, if some remain."""
         cells = 0
         try:
-            if self.context.seq_pos_max(seq) == -1:
-                return
-            cells = self.context.seq_pos_max(seq) - self.context.seq_pos_min(seq) + 1
+            if self.shape.residents:
+                if self.context.seq_pos_max(seq) == -1:
+                    return
+                cells = self.context.seq_pos_max(seq) - self.context.seq_pos_min(seq) + 1
+            else:  # a sequence can have cells that its positions do not show, while it is being restored
+                cells = self.context.seq_pos_max(seq) + 1
             if self.context.seq_rm(seq) and self.context.seq_pos_max(seq) == -1:
                 return
             reason = "its cells remain"
@@ -112,8 +118,20 @@ class Pool:
         if length == 0:
             self.empty(seq)
             return
-        if not self.context.seq_rm(seq, length) or self.length(seq) != length:
+        if self.length(seq) == length:
+            return  # also where it could not be cut any shorter
+        if not self.context.seq_rm(seq, length) or self.length(seq) != length or not self.is_whole(seq, length):
             raise NativeError(f"sequence {seq} could not be cut to {length} tokens: it has {self.length(seq)}")
+
+    def is_whole(self, seq: int, length: int) -> bool:
+        """Whether `seq`, which ends at `length`, has what the next token needs to see.  O(1).
+
+        A recurrent state stands at one position.  A window of W tokens must reach back to length - W + 1.
+        """
+        first = self.context.seq_pos_min(seq)
+        if self.shape.needs_checkpoints:
+            return first >= 0
+        return 0 <= first <= (max(0, length - self.shape.window + 1) if self.shape.window else 0)
 
     def append(self, src: int, dst: int, start: int, end: int) -> None:
         """Let `dst`, which ends at `start`, share the cells [start, end) of `src`.  Metadata only.
@@ -133,7 +151,7 @@ class Pool:
         """A sequence that shares the cells [start, end) of `src` alone, for as long as the block runs."""
         with self.scratch() as temp:
             self.context.seq_cp(src, temp, start, end)
-            if self.context.seq_pos_min(temp) != start or self.length(temp) != end:
+            if self.shape.residents and (self.context.seq_pos_min(temp) != start or self.length(temp) != end):
                 raise NativeError(f"the capture of [{start}, {end}) of sequence {src} holds other positions")
             yield temp
 

@@ -30,11 +30,18 @@ class Recorder:
 
     def save(self, lease: Lease, tokens: Tokens) -> bool:
         """Keep what the lane holds in RAM alone; whether all of it is there."""
-        self.space.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
+        shape, shelf = self.pool.shape, self.space.shelf
+        kept = True
+        if shape.has_attention:
+            shelf.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
+        if shape.needs_checkpoints:
+            kept = shelf.save_point(lease.namespace, tokens, lease.lane)
+        if not shape.has_attention:
+            return kept
         match = self.tree.match(lease.namespace, tokens)
         if match.segments:
             self.tree.touch(match.segments[-1].node)
-        return match.segment_length == len(tokens)
+        return kept and match.segment_length == len(tokens)
 
     def keep(self, lease: Lease, tokens: Tokens) -> bool:
         """Keep what the lane holds in the pool, what is beyond the cap in RAM; whether all of it is kept."""
@@ -45,8 +52,8 @@ class Recorder:
             self.tree.touch(match.resident)
         else:
             self._keep_resident(lease, tokens[:keep], match)
-        if keep < n and self.space.keep_saved:
-            self.space.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
+        if keep < n and self.space.shelf.keep_saved:
+            self.space.shelf.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
         while self.max_resident_tokens and self.tree.cells > self.max_resident_tokens:
             if not self.space.evict_resident("resident_cap"):
                 break

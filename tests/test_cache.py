@@ -323,12 +323,12 @@ def test_e12_what_a_request_uses_is_not_evicted(driver: Callable[..., Driver]) -
     lock = d.cache.tree.lock(node, 10)
     assert d.cache.tree.victim("segment") is None
     with pytest.raises(Locked):
-        d.cache.space.drop_segment(node, "test")
+        d.cache.space.shelf.drop(node, "segment", "test")
     with pytest.raises(Locked):
         d.cache.tree.take(node, "segment")
     d.cache.check()
     d.cache.tree.unlock(lock)
-    d.cache.space.drop_segment(node, "test")
+    d.cache.space.shelf.drop(node, "segment", "test")
     assert d.cache.store.arena.used == 0
 
 

@@ -131,7 +131,7 @@ def test_a_damaged_segment_below_a_resident_costs_time_and_not_the_request() -> 
     world.cache.space.evict_resident("test")
     world.run(path((1, 300), (3, 30)))
     segment = next(
-        world.cache.space.segment_of(node) for node in world.cache.tree.entries("segment") if node.length == 500
+        world.cache.space.shelf.segment(node) for node in world.cache.tree.entries("segment") if node.length == 500
     )
     segment.block.view[-1] ^= 1
     blocker = world.begin(path((1, 300), (2, 1)))  # shares the resident's part of that path
@@ -167,7 +167,7 @@ def test_a_head_that_was_lost_does_not_keep_its_tail_from_being_saved_again() ->
     world.cache.space.evict_resident("test")
     assert world.cache.tree.count("segment") == 2
     head = next(node for node in world.cache.tree.entries("segment") if node.length == 100)
-    world.cache.space.drop_segment(head, "corrupt")
+    world.cache.space.shelf.drop(head, "segment", "corrupt")
     world.run(path((1, 100), (2, 80), (3, 90)))
     saves = []
 
@@ -220,7 +220,7 @@ def test_a_lane_that_cannot_be_emptied_after_a_failed_restore_costs_time_alone()
     world.run(path((1, 100), (2, 50)))
     world.cache.space.evict_resident("test")
     tail = next(node for node in world.cache.tree.entries("segment") if node.length == 150)
-    world.cache.space.segment_of(tail).block.view[-1] ^= 1
+    world.cache.space.shelf.segment(tail).block.view[-1] ^= 1
     stuck = []
 
     def refuse(real: Any, seq: int, start: int = 0, end: int = -1) -> bool:
@@ -269,7 +269,7 @@ def test_many_requests_side_by_side(seed: int) -> None:
         elif action == "evict":
             world.cache.space.evict_resident("test")
         elif action == "damage" and (nodes := world.cache.tree.entries("segment")):
-            world.cache.space.segment_of(rng.choice(nodes)).block.view[-1] ^= 1
+            world.cache.space.shelf.segment(rng.choice(nodes)).block.view[-1] ^= 1
         elif action == "clear":
             world.cache.clear(rng.choice([None, "a"]))
         elif action == "vanish" and not world.open:

@@ -63,7 +63,7 @@ def test_a_restored_state_that_is_not_the_evaluated_one_is_noticed(open_runtime:
     witness = watch(rt)
     rt.generate(words(64), max_tokens=0)
     rt.cache.space.evict_resident("test")
-    segment = rt.cache.space.segment_of(rt.cache.tree.entries("segment")[0])
+    segment = rt.cache.space.shelf.segment(rt.cache.tree.entries("segment")[0])
     segment.block.view[-1] ^= 1
     segment.checksum = xxhash.xxh3_64_intdigest(segment.block.view)
     assert rt.generate([*words(64), 5], max_tokens=0).reuse.cached_tokens == 64

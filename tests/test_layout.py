@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from skippy.errors import StateError
-from skippy.layout import check_positions, cut, read_cells, read_rows, v_transposed, without_ids
+from skippy.layout import check_positions, cut, read_rows, read_sections, v_transposed, without_ids
 from skippy.model import ModelContext
 from tests.conftest import evaluate, state_of, words
 
@@ -44,7 +44,7 @@ def test_a_flipped_byte_shows_in_the_row_of_its_token(fresh: Fresh) -> None:
     evaluate(context, 0, 0, words(20))
     state = state_of(context, 0)
     rows = read_rows(state)
-    body = read_cells(state).body + 8 + 12
+    body = read_sections(state)[0].blocks[0].data.start
     state[body + 7 * 384 + 5] ^= 1  # the seventh K row of the first layer: 192 values of two bytes
     assert [i for i in range(20) if not np.array_equal(read_rows(state)[i], rows[i])] == [7]
 
@@ -111,7 +111,7 @@ def test_what_is_no_state_is_named(fresh: Fresh) -> None:
         (state[:100], "the 30 cells of a saved state of 100 bytes"),
     ):
         with pytest.raises(StateError, match=message):
-            read_cells(bytes(damaged))
+            read_sections(bytes(damaged))
     with pytest.raises(StateError, match=f"{len(state) - 1} bytes ends inside its rows"):
         read_rows(state[:-1])
     with pytest.raises(StateError, match=f"has {len(state) + 1} bytes, {len(state)} of them are attention rows"):
@@ -149,7 +149,7 @@ def test_a_cut_of_cells_out_of_order(fresh: Fresh) -> None:
     c.seq_rm(0)
     evaluate(context, 5, 64, words(30, 10))
     state = state_of(context, 5)
-    positions = read_cells(state).positions
+    positions = read_sections(state)[0].positions
     assert positions.tolist() != sorted(positions.tolist())
     assert np.array_equal(read_rows(cut(state, 50, 80)), read_rows(state)[50:80])
     check_positions(cut(state, 50, 80), 50, 80)

@@ -89,9 +89,10 @@ def test_each_thing_that_is_amiss_has_its_reason(fresh: Fresh, calls: dict[str, 
     assert [context.sequences.seq_pos_max(seq) for seq in (0, 1)] == [-1, -1]
 
 
-def test_a_partial_state_of_its_own_size_is_point_state(fresh: Fresh) -> None:
+def test_a_dense_model_with_a_partial_state_of_its_own_is_none(fresh: Fresh) -> None:
     odd = Odd(fresh().sequences, state_size=lambda real, seq, flags=0: 1000 if flags else real(seq))
-    assert probe(odd, bos=1, unified=True).point_state_bytes == 1000  # type: ignore[arg-type]
+    found = probe(odd, bos=1, unified=True)  # type: ignore[arg-type]
+    assert found.unable == "a part of its state cannot be cut at a token"
 
 
 def test_a_context_that_is_not_unified_is_not_touched(fresh: Fresh) -> None:

@@ -81,7 +81,7 @@ class Shelf:
         path = [name * 1000 + i for i in range(tokens or self.tokens)]
         self.context.ranges[0] = (0, len(path))
         node = self.tree.insert("ns", path)
-        self.space.save_path(node, 0)
+        self.space.shelf.save_path(node, 0)
         self.tree.check()
         self.store.arena.check()
         assert self.store.arena.used == self.tree.bytes_of("segment")
@@ -109,7 +109,7 @@ def test_t11_a_cap_of_ten_megabytes() -> None:
     ]
 
     for node in shelf.tree.entries("segment"):
-        shelf.space.drop_segment(node, "cleared")
+        shelf.space.shelf.drop(node, "segment", "cleared")
     assert (shelf.store.arena.used, len(shelf.tree)) == (0, 0)
 
 

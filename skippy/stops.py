@@ -1,0 +1,44 @@
+"""Where the evaluation of a prompt pauses so that its state can be kept: where a later prompt may leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["GAP", "prefill_stops"]
+
+GAP = 32
+"""Places that are closer than this many tokens are one: each pause costs a batch of its own."""
+
+
+def prefill_stops(
+    begin: int,
+    prompt_tokens: int,
+    *,
+    branch: int,
+    message_starts: Iterable[int] = (),
+    shared: int | None = None,
+    least: int = 1,
+    before_last: bool,
+) -> list[int]:
+    """Lengths, rising, strictly between `begin` and `prompt_tokens`, at which to pause.
+
+    `branch` is where the prompt leaves what is stored (0: nowhere), `message_starts` where its messages begin; where
+    it has none, `shared` is the place that prompts with another tail may share.  Of places within `GAP` tokens the
+    first one counts, because whoever parts at a later one parts after it.  `before_last`: also before the last token,
+    so that the same prompt again evaluates one.  O(places).
+
+    >>> prefill_stops(0, 1000, branch=0, message_starts=[300, 310, 800], before_last=False)
+    [300, 800]
+    >>> prefill_stops(0, 1000, branch=250, shared=768, before_last=True)
+    [250, 768, 999]
+    """
+    starts = set(message_starts)
+    places = starts | {branch} | ({shared} if shared is not None and not starts else set())
+    stops: list[int] = []
+    for place in sorted(places):
+        if max(begin, least - 1) < place < prompt_tokens and place - (stops[-1] if stops else begin) >= GAP:
+            stops.append(place)
+    last = prompt_tokens - 1
+    if before_last and last > begin and last >= least and last not in stops:
+        stops.append(last)
+    return stops
