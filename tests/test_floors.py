@@ -10,10 +10,23 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "skippy"
 
 FLOORS = [
-    {"errors", "_binding", "settings", "sizes", "policy", "logs", "capability"},
-    {"_radix", "_llama", "config", "identity", "arena", "layout", "speeds", "history", "report", "text", "metrics"},
-    {"pool", "segments", "probe", "model", "plan", "lease"},
-    {"space", "recorder", "cache", "sampling", "template"},
+    {"errors", "_binding", "settings", "sizes", "policy", "logs"},
+    {
+        "_radix",
+        "_llama",
+        "config",
+        "identity",
+        "arena",
+        "layout",
+        "capability",
+        "speeds",
+        "history",
+        "report",
+        "text",
+        "metrics",
+    },
+    {"pool", "segments", "probe", "model", "plan", "lease", "stops"},
+    {"shelf", "space", "restorer", "recorder", "cache", "sampling", "template"},
     {"request", "session", "runtime", "prefix_cache", "llama_turns", "llama_calls", "llama_context"},
     {"llama", "llama_lane", "llama_cache", "demo", "commands", "cli", "__init__"},
 ]
