@@ -62,14 +62,15 @@ class Cache:
         self.logits_bytes = logits_bytes
         self.capability = Capability(unable) if capability is None else capability
         self.unable = self.capability.unable
+        if self.unable is None and not self.capability.residents and not config.saved_bytes_cap():
+            self.unable = "nothing of such a model can be kept without RAM, and `ram` is 0"
         self._leases: set[Lease] = set()
         self.tree = RadixTree()
         self.speeds = Speeds()
         self.speeds.saved(*self.capability.saved)
         self.speeds.restored(*self.capability.restored)
-        self.store = RamStore(
-            0 if self.off or config.payload == "resident-kv" else config.saved_bytes_cap(), self.capability
-        )
+        only_residents = config.payload == "resident-kv" and self.capability.residents
+        self.store = RamStore(0 if self.off or only_residents else config.saved_bytes_cap(), self.capability)
         if self.unable is None and self.store.arena.capacity:
             self.store.prepare(pool)
         self.space = Space(
@@ -299,12 +300,26 @@ class Cache:
         """
         if not self.keeps_points or len(tokens) < max(1, self.config.min_tokens):
             return
-        if self.capability.needs_checkpoints:
+        if self.capability.needs_checkpoints:  # its attention stays in the lane, and is saved at the end
             self.shelf.save_point(lease.namespace, tokens, lease.lane)
         else:
-            self.shelf.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
+            self.shelf.save_state(lease.namespace, tokens, lease.lane)
         if self.observer is not None:
             self.observer.evaluated(lease, tokens)
+
+    def is_of_use(self, place: bool) -> bool:
+        """Whether `checkpoint` is to be called where a batch of the prompt has ended; `place`: at its end or a stop."""
+        return place or not self.capability.needs_checkpoints
+
+    def undo(self, lease: Lease) -> None:
+        """A batch failed midway: what of it went into the lane goes out again, or all does where it cannot be cut."""
+        if not self.capability.needs_checkpoints:
+            try:
+                self.pool.trim(lease.lane, lease.length)
+                return
+            except NativeError as error:
+                log.warning("a lane is emptied after a failed batch: %s", error)
+        self.restorer.clean(lease)
 
     def wants_checkpoint(self, lease: Lease, since: int) -> bool:
         """Whether a lane that was at `since` tokens at the last checkpoint is about to lose a part of its window."""

@@ -97,6 +97,7 @@ class CacheArguments(TypedDict, total=False):
     max_resident_tokens: int | None
     residency: Residency
     ram: int | str
+    logits_bytes: int | str
     disk: str | os.PathLike[str] | None
     disk_bytes: int | str
 
@@ -131,6 +132,9 @@ class CacheConfig(Settings, BaseSettings):
     )
     ram: Annotated[int | Literal["auto"], BeforeValidator(_ram)] = Field(
         default="auto", description="bytes for saved state; 'auto': a tenth of the available memory, at most 2 GiB"
+    )
+    logits_bytes: Size = Field(
+        default=512 * 2**10, description="keep the logits after a whole prompt if they take no more than this; 0: never"
     )
     disk: Annotated[Path | None, BeforeValidator(_folder)] = Field(default=None, description="folder of the disk tier")
     disk_bytes: Size = Field(default=8 * 2**30, description="cap of the bytes in that folder")

@@ -98,6 +98,9 @@ class Model:
         if not vocab_only and (not lib.llama_model_has_decoder(model) or lib.llama_model_is_diffusion(model)):
             self.close()
             raise ModelError(f"model_path: {self.path!r} has no decoder that generates text token by token")
+        if not vocab_only and lib.llama_model_has_encoder(model):
+            self.close()
+            raise ModelError(f"model_path: {self.path!r} has an encoder: its answers depend on more than the prompt")
 
     @property
     def _live(self) -> Any:
@@ -114,6 +117,11 @@ class Model:
     def family(self) -> str:
         """What the loaded model says of itself: "dense", "window", "recurrent" or "hybrid"."""
         return family_of(self._live)
+
+    @property
+    def window(self) -> int:
+        """How many tokens the layers with a sliding window see; 0 where there are none."""
+        return int(lib.llama_model_n_swa(self._live))
 
     @property
     def n_layer(self) -> int:

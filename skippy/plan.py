@@ -10,7 +10,7 @@ from skippy._radix import Match, Node, Span
 from skippy.capability import Capability
 from skippy.speeds import Speeds
 
-__all__ = ["Part", "Plan", "make_plan", "window_end"]
+__all__ = ["Part", "Plan", "make_plan", "window_end", "window_reach"]
 
 DENSE = Capability(None)
 GetPayload = Callable[[Node, Literal["checkpoint", "logits"]], Any]
@@ -40,7 +40,7 @@ class Part:
 class Plan:
     """`parts` in order, without gaps from 0 to `length`; `reason` as in a ReuseReport.
 
-    `window` is the first position of which layers with a sliding window are brought back; None where all is.
+    `window` is the first position of which segments bring back layers with a sliding window; None where all is.
     """
 
     parts: tuple[Part, ...]
@@ -88,7 +88,10 @@ def make_plan(
     parts += found
     window = None
     if shape.window and parts:
+        at_checkpoint = _at_a_checkpoint(match, wanted, min_tokens, speeds, shape, payload)
         length = window_end(parts, shape.window)
+        if at_checkpoint.length > length:
+            return at_checkpoint
         window = max(0, length - shape.window)
         parts = _cut(parts, length)
     if not parts:
@@ -115,6 +118,12 @@ def _segments(spans: Sequence[Span], length: int, wanted: int, speeds: Speeds | 
         parts.append(Part("ram", "segment", span.node, span.payload, length, end, nbytes))
         length = end
     return parts, False
+
+
+def window_reach(spans: Sequence[Span], window: int, length: int) -> int:
+    """The longest prefix, at most `length`, that the segments on a path hold with its window.  O(segments)."""
+    parts, _ = _segments(spans, 0, length, None)
+    return window_end(parts, window)
 
 
 def window_end(parts: Sequence[Part], window: int) -> int:
@@ -169,6 +178,7 @@ def _at_a_checkpoint(
         start = length if shape.has_attention else 0
         parts = [*_cut(held, length), Part("ram", "checkpoint", node, checkpoint, start, length, checkpoint.nbytes)]
         if speeds.worth_restoring(sum(part.nbytes for part in parts), length):
-            return Plan(tuple(parts), match.matched, "hit" if length == wanted else "partial")
+            reason = "hit" if length == wanted else "partial"
+            return Plan(tuple(parts), match.matched, reason, length if shape.window else None)
         worthless = True
     return Plan((), match.matched, "not_worth_it" if worthless else "no_checkpoint")

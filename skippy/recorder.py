@@ -30,18 +30,13 @@ class Recorder:
 
     def save(self, lease: Lease, tokens: Tokens) -> bool:
         """Keep what the lane holds in RAM alone; whether all of it is there."""
-        shape, shelf = self.pool.shape, self.space.shelf
-        kept = True
-        if shape.has_attention:
-            shelf.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
-        if shape.needs_checkpoints:
-            kept = shelf.save_point(lease.namespace, tokens, lease.lane)
-        if not shape.has_attention:
-            return kept
+        self.space.shelf.save_state(lease.namespace, tokens, lease.lane)
         match = self.tree.match(lease.namespace, tokens)
-        if match.segments:
-            self.tree.touch(match.segments[-1].node)
-        return kept and match.segment_length == len(tokens)
+        deepest = match.segments[-1].node if match.segments else match.checkpoint
+        if deepest is not None:
+            self.tree.touch(deepest)
+        held = match.segment_length == len(tokens) or not self.pool.shape.has_attention
+        return held and (not self.pool.shape.needs_checkpoints or match.checkpoint is not None)
 
     def keep(self, lease: Lease, tokens: Tokens) -> bool:
         """Keep what the lane holds in the pool, what is beyond the cap in RAM; whether all of it is kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -67,6 +67,7 @@ class Request:
         stops: tuple[str, ...],
         max_tokens: int | None,
         record: bool,
+        message_starts: Sequence[int] = (),
         should_stop: Callable[[], bool] | None = None,
         step: Callable[[Lease], AbstractContextManager[object]],
         begin: Callable[[], Lease],
@@ -82,6 +83,8 @@ class Request:
         self._sampler = sampler
         self._max_tokens = max_tokens
         self._keep = record
+        self._message_starts = message_starts
+        self._kept_at = 0  # length of the lane when its state was last kept
         self._should_stop = should_stop
         self._step = step
         self._begin = begin
@@ -131,8 +134,11 @@ class Request:
         finally:
             self._sampler.close()
             if lease is not None:
-                path = np.concatenate([self._prompt, np.array(self.generated, np.int32)])[: lease.length]
-                self._end(lease, path if self._keep else None)
+                self._end(lease, self._path(lease) if self._keep else None)
+
+    def _path(self, lease: Lease) -> Tokens:
+        """The tokens that the lane holds."""
+        return np.concatenate([self._prompt, np.array(self.generated, np.int32)])[: lease.length]
 
     def complete(self) -> Completion:
         """Serve the request to its end."""
@@ -152,26 +158,39 @@ class Request:
     def _prefill(self, lease: Lease) -> int | None:
         """Evaluate what of the prompt was not restored; the first token of the answer, None if there is none."""
         n = len(self._prompt)
-        chunk = self._context.sequences.n_batch
         token: int | None = None
         seconds = 0.0
-        for start in range(lease.length, n, chunk):
-            if self._stopping():
-                break
-            end = min(start + chunk, n)
+        if lease.length == n and lease.logits is not None and self._max_tokens != 0:
+            token = self._choose(lease.logits)
+        with self._step(lease):
+            pauses = self._cache.stops(lease, self._prompt, self._message_starts) if self._keep else []
+        while lease.length < n and not self._stopping():
+            end = min(lease.length + self._context.sequences.n_batch, n)
+            end = next((pause for pause in pauses if lease.length < pause < end), end)
             with self._step(lease):
                 began = time.perf_counter()
-                if not self._evaluate_or_stop(lease, self._prompt[start:end], "last" if end == n else "none"):
+                if not self._evaluate_or_stop(lease, self._prompt[lease.length : end], "last" if end == n else "none"):
                     break
                 if end == n and self._max_tokens != 0:
                     token = self._choose()
                 seconds += time.perf_counter() - began
+                if self._keep:
+                    self._keep_state(lease, end in pauses)
         if self._max_tokens == 0 and self.finish_reason is None:
             self.finish_reason = "length"
         self.report.prefill_ms = 1e3 * seconds
         if lease.length > lease.restored:
             self._cache.speeds.prefilled(lease.length - lease.restored, seconds)
         return token
+
+    def _keep_state(self, lease: Lease, pause: bool) -> None:
+        """Keep what cannot be had later: the logits after the prompt, and the state of the lane where it is of use."""
+        end = lease.length == len(self._prompt)
+        if end:
+            self._cache.note_logits(lease, self._context.logits, self._model.n_vocab)
+        if self._cache.is_of_use(end or pause):
+            self._cache.checkpoint(lease, self._prompt[: lease.length])
+        self._kept_at = lease.length
 
     def _stopping(self) -> bool:
         """Whether the request is to end here."""
@@ -195,8 +214,8 @@ class Request:
                 return False
         return True
 
-    def _choose(self) -> int | None:
-        token = self._sampler.sample(self._context)
+    def _choose(self, logits: npt.NDArray[np.float32] | None = None) -> int | None:
+        token = self._sampler.sample(self._context, logits)
         if token is None:  # the grammar has come to its end
             self.finish_reason = "stop"
         return token
@@ -227,11 +246,15 @@ class Request:
                 return None
             following = self._choose()  # which waits for the backend
             self._cache.decoded(lease, time.perf_counter() - began)
+            if self._keep and self._cache.wants_checkpoint(lease, self._kept_at):
+                self._cache.checkpoint(lease, self._path(lease))
+                self._kept_at = lease.length
             return following
 
     def _evaluate(self, lease: Lease, tokens: Tokens, outputs: Literal["none", "last"]) -> None:
         """Decode `tokens` at the end of the lane.  Room is made before; if llama.cpp finds none all the same, again."""
         self._cache.reserve(len(tokens))
+        code = 0
         try:
             while (code := self._context.sequences.decode(lease.lane, lease.length, tokens, outputs)) == 1:
                 if not self._cache.space.evict_resident("decode"):
@@ -239,6 +262,7 @@ class Request:
             if code != 0:
                 raise NativeError(f"evaluating {len(tokens)} tokens at {lease.length} failed with {code}", code)
         except BaseException:
-            self._cache.pool.trim(lease.lane, lease.length)  # what went in before the failure goes out again
+            if code not in (1, -1):  # llama.cpp has applied nothing of these
+                self._cache.undo(lease)
             raise
         lease.length += len(tokens)

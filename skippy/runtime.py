@@ -112,8 +112,9 @@ class Runtime:
                 }
             )
             caps = ResidentCacheConfig.from_stage(stage, config)
-            unable = None if self.model.family == "dense" else f"reuse for {self.model.family} models is not built yet"
-            if unable or config.mode == "disabled" or config.payload == "full-state":
+            if swa_full is None and self.model.window:
+                swa_full = False  # a window is all that reuse needs of such a layer
+            if self.model.family != "dense" or config.mode == "disabled" or config.payload == "full-state":
                 residents = 0
             else:  # a batch must have a token for each sequence id
                 residents = max(0, min(caps.max_entries, min(n_batch, n_ctx) - lanes - 1))
@@ -133,7 +134,7 @@ class Runtime:
             self.model.close()
             raise
         try:
-            self._attach(config, unable, stage, caps, residents, on_event)
+            self._attach(config, stage, caps, residents, on_event)
         except BaseException:
             self.context.close()
             self.model.close()
@@ -145,31 +146,36 @@ class Runtime:
     def _attach(
         self,
         config: CacheConfig,
-        unable: str | None,
         stage: StageConfig,
         caps: ResidentCacheConfig,
         residents: int,
         on_event: Callable[[str, dict[str, Any]], None] | None,
     ) -> None:
         """Find out what the context can do, and put the cache over it."""
-        self.capability = Capability(unable)
-        if config.mode != "disabled" and unable is None:
-            self.capability = probe(self.context.sequences, bos=self.model.bos, unified=True, second=stage.lane_count)
-            if self.capability.unable:
-                log.warning("prefix reuse is off: %s", self.capability.unable)
-        elif unable:
-            log.warning("prefix reuse is off: %s", unable)
+        self.capability = Capability(None)
+        if config.mode != "disabled":
+            self.capability = probe(
+                self.context.sequences,
+                bos=self.model.bos,
+                unified=True,
+                family=self.model.family,
+                window=self.model.window,
+                second=stage.lane_count,
+            )
         if self.capability.flash_attn is not None:
             stage = stage.model_copy(update={"flash_attn_type": "on" if self.capability.flash_attn else "off"})
         self.stage = stage
         self._identity = KvIdentity(stage, "dense")  # looks at the model file now: it may be replaced later
         self.cache = Cache(
-            Pool(self.context.sequences, lanes=stage.lane_count, residents=residents),
+            Pool(self.context.sequences, lanes=stage.lane_count, residents=residents, shape=self.capability),
             config,
             max_resident_tokens=caps.max_resident_tokens,
+            logits_bytes=config.logits_bytes,
             capability=self.capability,
             on_event=on_event,
         )
+        if self.cache.unable:
+            log.warning("prefix reuse is off: %s", self.cache.unable)
 
     # -- answering --------------------------------------------------------------------------------------
 
@@ -199,6 +205,7 @@ class Runtime:
         grammar: Any = None,
         namespace: str = "",
         cache_prompt: bool = True,
+        message_starts: Sequence[int] = (),
         should_stop: Callable[[], bool] | None = None,
     ) -> Request:
         """A request that has not begun: `run()` it for chunks, or `complete()` it.
@@ -208,6 +215,8 @@ class Runtime:
         `namespace` keeps tenants apart: nothing is shared across it.  `cache_prompt` False neither looks up nor
         records.
 
+        `message_starts` are indices of prompt tokens at which a later prompt may part from this one; `chat` and
+        sessions fill it in.  They matter for models with state that cannot be cut, which is kept there.
         `should_stop` ends the request, with what it has and finish_reason "stopped", when it returns true.  It is
         asked between tokens, and while the prompt is evaluated between the operations of llama.cpp (on a CPU; other
         backends finish a batch first), not while a lane is waited for; it must be quick, and not use the Runtime.
@@ -237,6 +246,7 @@ class Runtime:
             stops=stops,
             max_tokens=max_tokens,
             record=cache_prompt,
+            message_starts=message_starts,
             should_stop=should_stop,
             step=self._step,
             begin=lambda: self._begin(namespace, tokens, cache_prompt, room),
@@ -248,12 +258,31 @@ class Runtime:
 
         ModelError where the model has no template.
         """
-        return self.generate(self.render(messages, tools=tools), **options)
+        prompt, starts = self.render_with_starts(messages, tools=tools)
+        return self.generate(prompt, **{"message_starts": starts, **options})
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[int]:
         """The prompt tokens that `chat` would answer."""
+        return self.render_with_starts(messages, tools=tools)[0]
+
+    def render_with_starts(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The prompt tokens that `chat` would answer, and the indices at which its messages begin.
+
+        Only models with state that cannot be cut ask for these; for others there are none.
+        """
         text = self.template.render(messages, tools)
-        return self.model.tokenize(text, add_bos=not self.template.begins_with_bos(text))
+        add_bos = not self.template.begins_with_bos(text)
+        prompt = self.model.tokenize(text, add_bos=add_bos)
+        if not self.cache.keeps_points:
+            return prompt, []
+        starts = []
+        for end in self.template.message_starts(messages, text, tools):
+            head = self.model.tokenize(text[:end], add_bos=add_bos)
+            if head == prompt[: len(head)]:
+                starts.append(len(head))
+        return prompt, starts
 
     def session(self, system: str | None = None, *, namespace: str = "") -> Session:
         """A conversation that keeps its tokens as they were generated.  Needs a chat template (ModelError)."""
@@ -298,11 +327,21 @@ class Runtime:
                     "family": self.model.family,
                     "flash_attn": self.capability.flash_attn,
                     "bytes_per_token": self.capability.bytes_per_token,
+                    "bytes_per_checkpoint": self.capability.point_state_bytes,
+                    "bytes_of_recurrent_memory": self._recurrent_memory,
+                    "window": self.capability.window,
                 },
                 "llama_cpp_python": VERSION,
                 "llama_cpp": BUILD,
                 **self.cache.stats(),
             }
+
+    @property
+    def _recurrent_memory(self) -> int:
+        """Bytes that llama.cpp has allocated for recurrent state: one for each sequence id, used or not."""
+        if self.model.family not in ("recurrent", "hybrid"):
+            return 0
+        return self.capability.point_state_bytes * self.context.sequences.n_seq_max
 
     def metrics(self) -> str:
         """The counters as Prometheus text, labelled with the model's file name.  No token and no text is in it."""

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from skippy.model import Model, ModelContext
@@ -68,23 +69,26 @@ class Sampler:
             raise ValueError(f"grammar is not GBNF that llama.cpp can parse: {text[:80]!r}")
         return sampler
 
-    def sample(self, context: ModelContext) -> int | None:
-        """The token chosen from the last logits of `context`; the chain takes note of it.
+    def sample(self, context: ModelContext, logits: npt.NDArray[np.float32] | None = None) -> int | None:
+        """The token chosen from `logits` (float32 [n_vocab]), or from the last ones of `context`.
 
-        None where the grammar allows nothing any more: llama.cpp would end the process on whatever is chosen then.
+        The chain takes note of it.  None where the grammar allows nothing any more: llama.cpp would end the process on
+        whatever is chosen then.
         """
-        if self._grammar is None:
+        if self._grammar is None and logits is None:
             return int(lib.llama_sampler_sample(self._chain.live, context.live, -1))
         candidates = np.zeros(self._n_vocab, _CANDIDATE)
         candidates["id"] = np.arange(self._n_vocab)
-        candidates["logit"] = context.logits()
+        candidates["logit"] = context.logits() if logits is None else logits
         array = lib.llama_token_data_array(candidates.ctypes.data_as(lib.llama_token_data_p), self._n_vocab, -1, False)
-        lib.llama_sampler_apply(self._grammar.live, ctypes.byref(array))
+        if self._grammar is not None:
+            lib.llama_sampler_apply(self._grammar.live, ctypes.byref(array))
         if not np.isfinite(candidates["logit"]).any():
             return None
         lib.llama_sampler_apply(self._chain.live, ctypes.byref(array))
         token = int(array.data[array.selected].id)
-        lib.llama_sampler_accept(self._grammar.live, token)
+        if self._grammar is not None:
+            lib.llama_sampler_accept(self._grammar.live, token)
         lib.llama_sampler_accept(self._chain.live, token)
         return token
 

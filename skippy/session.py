@@ -44,7 +44,8 @@ class Session:
         stream = bool(options.pop("stream", False))
         if self._answering:
             raise RuntimeError("an answer of this session is still being made: finish or close its stream first")
-        request = self._runtime.request(self.prompt_for(text), **{**options, "namespace": self._namespace})
+        prompt, starts = self.prompt_with_starts(text)
+        request = self._runtime.request(prompt, **{"message_starts": starts, **options, "namespace": self._namespace})
         chunks = self._follow(text, request)
         if stream:
             return chunks
@@ -54,12 +55,16 @@ class Session:
 
     def prompt_for(self, text: str) -> list[int]:
         """The tokens that `send(text)` would ask with; nothing is sent."""
+        return self.prompt_with_starts(text)[0]
+
+    def prompt_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """The tokens that `send(text)` would ask with, and at which of them messages begin that are new."""
         if self._closed:
             raise ValueError("this session is closed")
         if self.tokens:
             rest = self._template.continuation(self.messages, text)
-            return self.tokens + self._runtime.model.tokenize(rest, add_bos=False)
-        return self._runtime.render([*self.messages, {"role": "user", "content": text}])
+            return self.tokens + self._runtime.model.tokenize(rest, add_bos=False), [len(self.tokens)]
+        return self._runtime.render_with_starts([*self.messages, {"role": "user", "content": text}])
 
     def _follow(self, text: str, request: Request) -> Iterator[Chunk]:
         if self._answering or request.prompt[: len(self.tokens)] != self.tokens:

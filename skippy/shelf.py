@@ -19,6 +19,7 @@ from skippy._radix import Node, RadixTree, Span
 from skippy.arena import Block
 from skippy.errors import Locked, NativeError
 from skippy.history import Tokens, Tombstones
+from skippy.plan import window_reach
 from skippy.pool import Pool
 from skippy.segments import Checkpoint, Logits, RamStore, Saved, Segment
 from skippy.speeds import Speeds
@@ -187,6 +188,22 @@ class Shelf:
         else:
             self.speeds.saved(segment.nbytes, time.perf_counter() - began)
         return segment
+
+    def save_state(self, namespace: str, path: Tokens, seq: int) -> None:
+        """Keep all that sequence `seq`, which holds `path`, can be brought back with to this very length."""
+        shape = self.store.shape
+        if not self.keep_saved:
+            return
+        if shape.has_attention:
+            node = self.tree.insert(namespace, path)
+            self.save_path(node, seq)
+        if shape.needs_checkpoints or (shape.window and not self._window_is_held(namespace, path)):
+            self.save_point(namespace, path, seq)
+
+    def _window_is_held(self, namespace: str, path: Tokens) -> bool:
+        """Whether segments bring `path` back with its window; not where they were saved at another place."""
+        spans = self.tree.match(namespace, path).segments
+        return window_reach(spans, self.store.shape.window, len(path)) == len(path)
 
     # -- points -----------------------------------------------------------------------------------------
 

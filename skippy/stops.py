@@ -23,22 +23,22 @@ def prefill_stops(
     """Lengths, rising, strictly between `begin` and `prompt_tokens`, at which to pause.
 
     `branch` is where the prompt leaves what is stored (0: nowhere), `message_starts` where its messages begin; where
-    it has none, `shared` is the place that prompts with another tail may share.  Of places within `GAP` tokens the
-    first one counts, because whoever parts at a later one parts after it.  `before_last`: also before the last token,
-    so that the same prompt again evaluates one.  O(places).
+    it has none, `shared` is the place that prompts with another tail may share.  The branch comes first, because
+    there prompts do part; of the others within `GAP` tokens the first one counts, because whoever parts at a later one
+    parts after it.  `before_last`: also before the last token, so that the same prompt again evaluates one.  O(places).
 
     >>> prefill_stops(0, 1000, branch=0, message_starts=[300, 310, 800], before_last=False)
     [300, 800]
-    >>> prefill_stops(0, 1000, branch=250, shared=768, before_last=True)
+    >>> prefill_stops(240, 1000, branch=250, shared=768, before_last=True)
     [250, 768, 999]
     """
     starts = set(message_starts)
-    places = starts | {branch} | ({shared} if shared is not None and not starts else set())
-    stops: list[int] = []
-    for place in sorted(places):
-        if max(begin, least - 1) < place < prompt_tokens and place - (stops[-1] if stops else begin) >= GAP:
-            stops.append(place)
+    stops = {branch} if max(begin, least - 1) < branch < prompt_tokens else set()
+    for place in sorted(starts or ({shared} if shared is not None else set())):
+        near = min((abs(place - other) for other in stops | {begin}), default=GAP)
+        if max(begin, least - 1) < place < prompt_tokens and near >= GAP:
+            stops.add(place)
     last = prompt_tokens - 1
-    if before_last and last > begin and last >= least and last not in stops:
-        stops.append(last)
-    return stops
+    if before_last and last > begin and last >= least:
+        stops.add(last)
+    return sorted(stops)

@@ -65,7 +65,9 @@ def open_runtime(smol_path: Path) -> Iterator[Callable[..., skippy.Runtime]]:
     opened: list[skippy.Runtime] = []
 
     def open_(cache: dict[str, Any] | None = None, **settings: Any) -> skippy.Runtime:
-        config = skippy.CacheConfig(**{"min_tokens": 16, "ram": "256MiB", "residency": "keep", **(cache or {})})
+        config = skippy.CacheConfig(
+            **{"min_tokens": 16, "ram": "256MiB", "residency": "keep", "logits_bytes": 0, **(cache or {})}
+        )
         settings = {"n_ctx": N_CTX, "n_threads": THREADS, "lanes": 2, **settings}
         opened.append(skippy.Runtime(smol_path, cache=config, **settings))
         return opened[-1]

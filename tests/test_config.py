@@ -69,6 +69,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "max_resident_tokens": None,
         "residency": "auto",
         "ram": "auto",
+        "logits_bytes": 512 * 2**10,
         "disk": None,
         "disk_bytes": 8 * GIB,
     }
@@ -260,6 +261,7 @@ def test_every_field_can_be_set_in_the_environment_and_in_the_file(monkeypatch: 
         "max_resident_tokens": 8,
         "residency": "keep",
         "ram": "9MiB",
+        "logits_bytes": "1MiB",
         "disk": "states",
         "disk_bytes": "10GB",
     }
