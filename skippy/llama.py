@@ -155,6 +155,7 @@ class Llama(LlamaWithLane):
     ) -> Any:
         """As the parent's.  `cache_prompt` False: no look-up, no record; `prompt_cache_key` keeps tenants apart."""
         options = self._options.asked_for(cache_prompt, prompt_cache_key)
+        options = replace(options, messages=tuple(args[0] if args else kwargs.get("messages", ())))
         with self._options.hold(options):
             response = super().create_chat_completion(*args, **kwargs)
         if isinstance(response, dict):

@@ -15,11 +15,12 @@ __all__ = ["Options", "OptionsOfThreads", "describe"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a call said about the cache: whether to look up, whether to keep, and for whom."""
+    """What a call said about the cache: whether to look up, whether to keep, and for whom; and its messages, if any."""
 
     look_up: bool = True
     keep: bool = True
     key: str = ""
+    messages: tuple[Any, ...] = ()
 
 
 class OptionsOfThreads:

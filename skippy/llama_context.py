@@ -47,10 +47,12 @@ def prepare(params: Any, model: Any, config: CacheConfig, asked: Collection[str]
 
     `model` is a llama_model, `asked` the names of the arguments that the caller gave: those are kept.
     """
-    if family_of(model) != "dense":
-        return
     if not params.embeddings:
-        params.n_seq_max = max(1, min(2 + config.max_entries, params.n_batch, SEQ_LIMIT))
+        # An id of a model with recurrent or window layers costs memory of its own, and nothing of it stays in the pool.
+        residents = config.max_entries if family_of(model) == "dense" else 0
+        params.n_seq_max = max(1, min(2 + residents, params.n_batch, SEQ_LIMIT))
+    if "swa_full" not in asked and lib.llama_model_n_swa(model) > 0:
+        params.swa_full = False
     params.kv_unified = True
     params.n_rs_seq = 0
     if "flash_attn" not in asked:
@@ -63,23 +65,35 @@ def attach(
     """Find out what the context of `llama` can do, and put a cache over it.  None, with a warning, if it cannot."""
     params = llama.context_params
     family = family_of(llama._model.model)
-    unable = None if family == "dense" else f"reuse for {family} models is not built yet"
-    if unable is None and params.n_seq_max < 3:
+    unable = None
+    if params.n_seq_max < (3 if family == "dense" else 2):
         unable = f"n_batch of {params.n_batch} leaves no sequence ids for cached prefixes"
     capability = Capability(unable)
     sequences: Context | None = None
     if unable is None:
         address = ctypes.cast(llama._ctx.ctx, ctypes.c_void_p).value or 0
         sequences = Context(address, unified=bool(params.kv_unified), owner=llama._ctx)
-        capability = probe(sequences, bos=llama.token_bos(), unified=True, second=CAPTURE)
+        window = int(lib.llama_model_n_swa(llama._model.model))
+        capability = probe(sequences, bos=llama.token_bos(), unified=True, family=family, window=window, second=CAPTURE)
     if sequences is None or capability.unable:
         log.warning("prefix reuse is off: %s", capability.unable)
         return None
     stage = stage_of(llama, config, capability)
     caps = ResidentCacheConfig.from_stage(stage, config)
-    pool = Pool(sequences, lanes=1, residents=min(caps.max_entries, sequences.n_seq_max - 2))
-    cache = Cache(pool, config, max_resident_tokens=caps.max_resident_tokens, on_event=on_event)
-    return Attached(sequences, cache, KvIdentity(stage, "dense"), capability.bytes_per_token)
+    residents = min(caps.max_entries, sequences.n_seq_max - 2)
+    pool = Pool(sequences, lanes=1, residents=residents, shape=capability)
+    cache = Cache(
+        pool,
+        config,
+        max_resident_tokens=caps.max_resident_tokens,
+        capability=capability,
+        on_event=on_event,
+    )
+    if cache.unable:
+        log.warning("prefix reuse is off: %s", cache.unable)
+        return None
+    identity = KvIdentity(stage, "recurrent" if capability.needs_checkpoints else "dense")
+    return Attached(sequences, cache, identity, capability.bytes_per_token)
 
 
 def stage_of(llama: llama_cpp.Llama, config: CacheConfig, capability: Capability) -> StageConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,10 @@ from skippy.layout import MAGIC
 from skippy.llama_calls import Options
 from skippy.llama_context import LANE, attach, prepare
 from skippy.llama_turns import Steps
+from skippy.model import piece_of
 from skippy.prefix_cache import PrefixCache
 from skippy.report import ReuseReport
+from skippy.starts import message_starts
 
 __all__ = ["LlamaWithLane"]
 
@@ -48,6 +51,8 @@ class LlamaWithLane(llama_cpp.Llama):
         self._foreign = False
         self._keep = True
         self._produced = 0
+        self._pauses: list[int] = []  # lengths of the prompt at which state is kept
+        self._kept_at = 0  # length of the lane when that was last done
         self._steps = Steps()
         self._bytes_per_token = 0
         super().__init__(model_path, **kwargs)
@@ -130,6 +135,7 @@ class LlamaWithLane(llama_cpp.Llama):
         array = np.array(tokens, np.int32)
         if self._foreign and self.n_tokens > 0 and self._live_prefix(array) == self.n_tokens:
             # What is in the memory did not come through eval() alone (an image): it is gone on from, and not kept.
+            self._plan_pauses(cache, None, array, options)
             return self._go_on(None, array, self.n_tokens)
         lease = self._lease
         keep_live = (
@@ -141,7 +147,10 @@ class LlamaWithLane(llama_cpp.Llama):
             and cache.config.mode in ("lookup-record", "lookup")
         )
         live = self._live_prefix(array) if keep_live else 0
+        if not cache.capability.residents and (live < self.n_tokens or (live == len(array) and self._requires_eval)):
+            live = 0  # it cannot be cut
         if lease is not None and live >= max(1, cache.lookup(namespace, array)):
+            self._plan_pauses(cache, lease, array, options)
             return self._go_on(lease, array, live)
         self._drop_lease()
         self._foreign = False
@@ -161,7 +170,18 @@ class LlamaWithLane(llama_cpp.Llama):
             diverged_at=lease.diverged_at,
         )
         self.last_reuse = report
+        self._plan_pauses(cache, lease, array, options)
         return report
+
+    def _plan_pauses(self, cache: Cache, lease: Lease | None, array: npt.NDArray[np.int32], options: Options) -> None:
+        """Where the evaluation of the prompt `array` pauses so that its state can be kept, its end among them."""
+        self._pauses, self._kept_at = [], 0
+        if lease is None or not self._keep or self._foreign or not cache.keeps_points:
+            return
+        vocab = self._model.vocab
+        pieces = [piece_of(vocab, int(token), special=True) for token in array] if options.messages else []
+        starts = message_starts(options.messages, pieces)
+        self._pauses = [*cache.stops(lease, array, starts), len(array)]
 
     def _live_prefix(self, array: npt.NDArray[np.int32]) -> int:
         n = min(self.n_tokens, len(array))
@@ -220,12 +240,38 @@ class LlamaWithLane(llama_cpp.Llama):
             cache.rewind(lease, self.input_ids[: self.n_tokens].astype(np.int32))
         cache.reserve(len(tokens))
         try:
-            super().eval(tokens)
+            for piece in self._pieces(cache, tokens):
+                super().eval(piece)
+                lease.length = self.n_tokens
+                self._keep_state(cache, lease)
         except BaseException:
-            cache.pool.trim(lease.lane, self.n_tokens)
-            raise
-        finally:
             lease.length = self.n_tokens
+            cache.undo(lease)
+            self.n_tokens = lease.length
+            raise
+
+    def _pieces(self, cache: Cache, tokens: Sequence[int]) -> list[Sequence[int]]:
+        """`tokens` in pieces that end where state is to be kept."""
+        if not self._pauses:
+            return [tokens]
+        begin, end = self.n_tokens, self.n_tokens + len(tokens)
+        ends = {pause for pause in self._pauses if begin < pause < end} | {end}
+        if cache.capability.window:
+            ends |= set(range(begin + self.n_batch, end, self.n_batch))
+        at = [begin, *sorted(ends)]
+        return [tokens[start - begin : stop - begin] for start, stop in itertools.pairwise(at)]
+
+    def _keep_state(self, cache: Cache, lease: Lease) -> None:
+        """Keep what the lane holds, where it cannot be had later."""
+        if not self._pauses or self._foreign:
+            return
+        if lease.length <= self._pauses[-1]:
+            wanted = cache.is_of_use(lease.length in self._pauses)
+        else:
+            wanted = cache.wants_checkpoint(lease, self._kept_at)
+        if wanted:
+            cache.checkpoint(lease, self.input_ids[: lease.length].astype(np.int32))
+            self._kept_at = lease.length
 
     def _memory_is_cleared(self) -> None:
         """Everything in llama.cpp's memory is about to go: what is cached there moves into RAM first."""

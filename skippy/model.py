@@ -69,6 +69,17 @@ def family_of(model: Any) -> str:
     return "window" if lib.llama_model_n_swa(model) > 0 else "dense"
 
 
+def piece_of(vocab: Any, token: int, *, special: bool = False) -> bytes:
+    """The bytes of one token of a llama_vocab; control tokens are empty unless `special`."""
+    room = 64
+    while True:
+        buffer = ctypes.create_string_buffer(room)
+        n = lib.llama_token_to_piece(vocab, token, buffer, room, 0, special)
+        if n >= 0:
+            return buffer.raw[:n]
+        room = -n
+
+
 class Model:
     """A loaded model.  Close it after its contexts; everything raises ValueError afterwards."""
 
@@ -159,15 +170,8 @@ class Model:
         if found is None:
             if not 0 <= token < self.n_vocab:
                 raise ValueError(f"token {token} is not in the vocabulary (0 to {self.n_vocab - 1})")
-            room = 64
-            while True:
-                buffer = ctypes.create_string_buffer(room)
-                with self.guard:
-                    n = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
-                if n >= 0:
-                    break
-                room = -n
-            found = self._pieces[token, special] = buffer.raw[:n]
+            with self.guard:
+                found = self._pieces[token, special] = piece_of(self.vocab, token, special=special)
         return found
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:

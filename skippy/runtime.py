@@ -28,6 +28,7 @@ from skippy.report import Explanation
 from skippy.request import Chunk, Completion, Request
 from skippy.sampling import Sampler
 from skippy.session import Session
+from skippy.starts import message_starts
 from skippy.template import ChatTemplate, Message
 from skippy.text import as_stops
 
@@ -165,7 +166,8 @@ class Runtime:
         if self.capability.flash_attn is not None:
             stage = stage.model_copy(update={"flash_attn_type": "on" if self.capability.flash_attn else "off"})
         self.stage = stage
-        self._identity = KvIdentity(stage, "dense")  # looks at the model file now: it may be replaced later
+        kind: Literal["dense", "recurrent"] = "recurrent" if self.capability.needs_checkpoints else "dense"
+        self._identity = KvIdentity(stage, kind)  # looks at the model file now: it may be replaced later
         self.cache = Cache(
             Pool(self.context.sequences, lanes=stage.lane_count, residents=residents, shape=self.capability),
             config,
@@ -273,16 +275,10 @@ class Runtime:
         Only models with state that cannot be cut ask for these; for others there are none.
         """
         text = self.template.render(messages, tools)
-        add_bos = not self.template.begins_with_bos(text)
-        prompt = self.model.tokenize(text, add_bos=add_bos)
+        prompt = self.model.tokenize(text, add_bos=not self.template.begins_with_bos(text))
         if not self.cache.keeps_points:
             return prompt, []
-        starts = []
-        for end in self.template.message_starts(messages, text, tools):
-            head = self.model.tokenize(text[:end], add_bos=add_bos)
-            if head == prompt[: len(head)]:
-                starts.append(len(head))
-        return prompt, starts
+        return prompt, message_starts(messages, [self.model.piece(token, special=True) for token in prompt])
 
     def session(self, system: str | None = None, *, namespace: str = "") -> Session:
         """A conversation that keeps its tokens as they were generated.  Needs a chat template (ModelError)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from skippy.errors import ModelError
@@ -29,7 +28,6 @@ class ChatTemplate:
         self._bos = self._token_text(model, model.bos)
         eos = self._token_text(model, model.eos)
         self._open = Jinja2ChatFormatter(source, eos, self._bos, add_generation_prompt=True)
-        self._closed = Jinja2ChatFormatter(source, eos, self._bos, add_generation_prompt=False)
 
     @staticmethod
     def _token_text(model: Model, token: int) -> str:
@@ -47,24 +45,6 @@ class ChatTemplate:
         """The prompt text for `messages`, open for the assistant's answer."""
         self._check(messages)
         return str(self._open(messages=list(messages), tools=list(tools) if tools else None).prompt)  # type: ignore[arg-type]
-
-    def message_starts(self, messages: Sequence[Message], text: str, tools: Sequence[Any] | None = None) -> list[int]:
-        """Where in the rendered `text` messages begin, as indices of characters: the second one, and the last three.
-
-        Those are the places where conversations part: after what they share, and where the newest are edited.  A
-        template that does not render the head of a conversation as the head of its text has none there.
-        """
-        starts = []
-        for count in sorted({1, *range(max(1, len(messages) - 3), len(messages))}):
-            try:
-                head = str(
-                    self._closed(messages=list(messages[:count]), tools=list(tools) if tools else None).prompt  # type: ignore[arg-type]
-                )
-            except (TemplateError, TypeError, ValueError, KeyError):  # templates may refuse half a conversation
-                continue
-            if 0 < len(head) < len(text) and text.startswith(head):
-                starts.append(len(head))
-        return starts
 
     def begins_with_bos(self, text: str) -> bool:
         """Whether the rendered text already begins with the BOS token's text."""

@@ -25,7 +25,7 @@ FLOORS = [
         "text",
         "metrics",
     },
-    {"pool", "segments", "probe", "model", "plan", "lease", "stops"},
+    {"pool", "segments", "probe", "model", "plan", "lease", "stops", "starts"},
     {"shelf", "space", "restorer", "recorder", "cache", "sampling", "template"},
     {"request", "session", "runtime", "prefix_cache", "llama_turns", "llama_calls", "llama_context"},
     {"llama", "llama_lane", "llama_cache", "demo", "commands", "cli", "__init__"},
