@@ -311,8 +311,13 @@ class Cache:
         """Whether `checkpoint` is to be called where a batch of the prompt has ended; `place`: at its end or a stop."""
         return place or not self.capability.needs_checkpoints
 
-    def undo(self, lease: Lease) -> None:
-        """A batch failed midway: what of it went into the lane goes out again, or all does where it cannot be cut."""
+    def undo(self, lease: Lease, code: int = 2) -> None:
+        """A batch failed: what of it went into the lane goes out again, or all does where it cannot be cut.
+
+        `code` is llama_decode's: after 1 and -1 nothing has changed, else a recurrent state may be half computed.
+        """
+        if code in (1, -1) and self.pool.length(lease.lane) == lease.length:
+            return
         if not self.capability.needs_checkpoints:
             try:
                 self.pool.trim(lease.lane, lease.length)

@@ -262,7 +262,6 @@ class Request:
             if code != 0:
                 raise NativeError(f"evaluating {len(tokens)} tokens at {lease.length} failed with {code}", code)
         except BaseException:
-            if code not in (1, -1):  # llama.cpp has applied nothing of these
-                self._cache.undo(lease)
+            self._cache.undo(lease, code)
             raise
         lease.length += len(tokens)

@@ -45,7 +45,7 @@ def open_llama(smol_path: Path) -> Iterator[Open]:
     opened: list[skippy.Llama] = []
 
     def open_(cache: dict[str, Any] | None = None, **settings: Any) -> skippy.Llama:
-        config = skippy.CacheConfig(**{"min_tokens": 16, "ram": "256MiB", **(cache or {})})
+        config = skippy.CacheConfig(**{"min_tokens": 16, "ram": "256MiB", "residency": "keep", **(cache or {})})
         opened.append(skippy.Llama(str(smol_path), cache=config, **{**SETTINGS, **settings}))
         return opened[-1]
 
@@ -59,7 +59,7 @@ def open_llama(smol_path: Path) -> Iterator[Open]:
 @pytest.fixture(scope="module")
 def one(smol_path: Path) -> Iterator[skippy.Llama]:
     """One for tests that leave nothing behind."""
-    config = skippy.CacheConfig(min_tokens=16, ram="64MiB")
+    config = skippy.CacheConfig(min_tokens=16, ram="64MiB", residency="keep")
     llama = skippy.Llama(str(smol_path), cache=config, **SETTINGS)
     yield llama
     llama.close()

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import xxhash
 
 from skippy.cache import Lease
+from skippy.capability import Capability
 from skippy.errors import NativeError
-from skippy.layout import read_rows
+from skippy.layout import read_sections
 from skippy.model import Model, ModelContext
 from skippy.pool import NativeContext
 
@@ -33,42 +34,67 @@ def prefix_digests(tokens: Tokens) -> list[bytes]:
 class Witness:
     """Watches a cache: remembers the memory of every token when it is evaluated, and compares what is restored.
 
-    The memory of a token is its K and V rows in all layers, read from llama.cpp's saved state.  A restored token
-    passes if, for the very path that leads to it, exactly those rows were evaluated before.
+    The memory of a token is its K and V rows in all layers, read from llama.cpp's saved state; that of a length is what
+    belongs to it as a whole, the recurrent state.  A restored token passes if, for the very path that leads to it,
+    exactly those rows were evaluated before, and so does a restored length.  `shape` is what the context can do.
     """
 
-    def __init__(self, context: NativeContext) -> None:
+    def __init__(self, context: NativeContext, shape: Capability | None = None) -> None:
         self.known: set[bytes] = set()
         self.checked = 0
         self.wrong = 0
         self.should_be_restored = 0
+        self.behind_checkpoint = 0
         self.seconds = 0.0
         self._context = context
+        self._shape = Capability(None) if shape is None else shape
+        # Where a path can be cut at every token there is nothing else to remember.
+        self._anywhere = self._shape.residents or self._shape.window >= context.n_batch
         self._rows: dict[bytes, set[bytes]] = {}
+        self._points: dict[bytes, set[bytes]] = {}
 
-    def _lane_rows(self, lease: Lease) -> list[bytes]:
+    def _read(self, lease: Lease, paths: list[bytes]) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """(path and section, digest of the row) of each token in each section, and a digest of what is left."""
         if lease.length == 0:
-            return []
-        state = bytearray(self._context.state_size(lease.lane))
+            return [], b""
+        state = np.empty(self._context.state_size(lease.lane), np.uint8)
         self._context.save(lease.lane, state)
-        return [xxhash.xxh3_128_digest(row) for row in read_rows(state)]
+        sections = read_sections(state, self._shape.layout)
+        rows = [
+            (path_digest + bytes([i]), xxhash.xxh3_128_digest(row.data))
+            for i, section in enumerate(sections)
+            for path_digest, row in zip(
+                (paths[position] for position in np.sort(section.positions)), section.rows(state), strict=True
+            )
+        ]
+        return rows, xxhash.xxh3_128_digest(state[sections[-1].end if sections else 8 :].data)
 
     def restored(self, lease: Lease, tokens: Tokens) -> None:
         """Called by the cache when a prompt has been looked up and its lane holds what was restored."""
         began = time.perf_counter()
         paths = prefix_digests(tokens)
         known = next((i for i, path in enumerate(paths) if path not in self.known), len(paths))
-        self.should_be_restored = min(known, len(tokens) - 1)
-        rows = self._lane_rows(lease)
-        self.checked = len(rows)
-        self.wrong = sum(row not in self._rows.get(path, ()) for path, row in zip(paths, rows, strict=False))
+        known = min(known, len(tokens) - 1)
+        points = (n for n in range(known, 0, -1) if paths[n - 1] in self._points)
+        self.should_be_restored = known if self._anywhere else next(points, 0)
+        self.behind_checkpoint = max(0, known - lease.length)
+        rows, rest = self._read(lease, paths)
+        wrong = {path[:-1] for path, row in rows if row not in self._rows.get(path, ())}
+        if lease.length and rest not in self._points.get(paths[lease.length - 1], {rest}):
+            wrong.add(paths[lease.length - 1])
+        if lease.length and self._shape.needs_checkpoints and paths[lease.length - 1] not in self._points:
+            wrong.add(paths[lease.length - 1])  # it was never there, so nothing can have been kept of it
+        self.checked, self.wrong = lease.length, len(wrong)
         self.seconds = time.perf_counter() - began
 
     def evaluated(self, lease: Lease, tokens: Tokens) -> None:
-        """Called by the cache when a request has ended, before its lane is recorded and emptied."""
-        for path, row in zip(prefix_digests(tokens), self._lane_rows(lease), strict=True):
+        """Called by the cache when state has been kept, and when a request has ended and is recorded next."""
+        paths = prefix_digests(tokens)
+        rows, rest = self._read(lease, paths)
+        for path, row in rows:
             self._rows.setdefault(path, set()).add(row)
-            self.known.add(path)
+        self.known.update(paths)
+        self._points.setdefault(paths[-1], set()).add(rest)
 
 
 @dataclass(frozen=True)
@@ -108,6 +134,7 @@ class ColdRuns:
             "n_ubatch": n_batch,
             "n_threads": n_threads,
             "n_seq_max": 2,
+            "swa_full": False,
         }
         self._flash_attn = flash_attn
         self._n_ctx = n_ctx

@@ -30,6 +30,7 @@ class Row:
     evaluated_tokens: int
     by_tier: dict[str, int]
     saveable_tokens: int
+    behind_checkpoint: int
     rows_checked: int
     rows_wrong: int
     ttft_cold_ms: float
@@ -78,7 +79,7 @@ class _Player:
         self.runtime = runtime
         self.max_tokens = max_tokens
         context = runtime.context.sequences
-        self.witness = Witness(context)
+        self.witness = Witness(context, runtime.capability)
         runtime.cache.observer = self.witness
         flash_attn = "off" if runtime.capability.flash_attn is False else "on"
         self.cold = ColdRuns(
@@ -101,6 +102,7 @@ class _Player:
             evaluated_tokens=reuse.evaluated_tokens,
             by_tier=reuse.by_tier,
             saveable_tokens=self.witness.should_be_restored,
+            behind_checkpoint=self.witness.behind_checkpoint,
             rows_checked=self.witness.checked,
             rows_wrong=self.witness.wrong,
             ttft_cold_ms=cold.ttft_ms,
@@ -150,13 +152,13 @@ def play(
         ask(f"{last} {turns} again", before[last, turns - 1], CONVERSATIONS[last][turns - 1])
         runtime.check()
         stats = runtime.stats()
-        per_token = runtime.capability.bytes_per_token
+        per_token, per_point = runtime.capability.bytes_per_token, runtime.capability.point_state_bytes
         memory = {
             "cells": stats["cells"]["resident"],
             "cells_bytes": stats["cells"]["resident"] * per_token,
             "saved_bytes": stats["ram"]["in_use"],
             "conversation_tokens": sum(len(session.tokens) for session in paths),
-            "full_copies_bytes": sum(len(session.tokens) for session in paths) * per_token,
+            "full_copies_bytes": sum(len(session.tokens) * per_token + per_point for session in paths),
         }
         machine = {
             "model": runtime.model.description,

@@ -80,6 +80,7 @@ def totals_of(outcome: Outcome) -> dict[str, float]:
         "prompt_tokens": sum(row.prompt_tokens for row in rows),
         "cached_tokens": sum(row.cached_tokens for row in rows),
         "evaluated_tokens": sum(row.evaluated_tokens for row in rows),
+        "behind_checkpoint": sum(row.behind_checkpoint for row in rows),
         "ttft_cold_ms": sum(row.ttft_cold_ms for row in rows),
         "ttft_ms": sum(row.ttft_ms for row in rows),
         "same_answers": sum(row.same_answer for row in rows),
@@ -92,9 +93,12 @@ def verdict(outcome: Outcome) -> str:
         return "FAILED: " + "; ".join(outcome.failures)
     checked = sum(row.rows_checked for row in outcome.rows)
     ties = sum(row.parting is not None for row in outcome.rows)
+    behind = totals_of(outcome)["behind_checkpoint"]
+    again = f" but {behind} that lay between the last checkpoint and the place where a prompt parted" if behind else ""
     return (
         f"All {checked} restored tokens hold, byte for byte, what was evaluated; no token was evaluated again without "
-        f"need; {len(outcome.rows) - ties} greedy answers equal a plain cold run, {ties} part from it at a near tie."
+        f"need{again}; {len(outcome.rows) - ties} greedy answers equal a plain cold run, {ties} part from it at a near "
+        f"tie."
     )
 
 
