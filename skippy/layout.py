@@ -90,8 +90,8 @@ class Section:
     def rows(self, data: Bytes) -> Bytes:
         """K and V of each token, in all layers: uint8 [n, bytes per token], ordered by position.  O(bytes)."""
         n = self.positions.size
-        if n == 0:
-            return np.empty((0, 0), np.uint8)
+        if not self.blocks:  # no cells; or no layers, where all of them slide
+            return np.empty((n, 0), np.uint8)
         parts = [block.grid(data, n).transpose(1, 0, 2).reshape(n, -1) for block in self.blocks]
         return np.concatenate(parts, axis=1)[np.argsort(self.positions, kind="stable")]
 

@@ -168,6 +168,8 @@ def _at_a_checkpoint(
     worthless = False
     for node in reversed(match.checkpoints):
         length = node.length
+        if shape.window and length == wanted + 1:
+            length = wanted  # a window is saved with one token more than the next one sees: it can lose its last
         if length > wanted or (shape.has_attention and length > covered):
             continue
         if length < min_tokens:

@@ -104,7 +104,7 @@ class Restorer:
 
     def _load(self, lease: Lease, part: Part, window: int | None) -> None:
         if part.kind == "checkpoint":
-            self.store.restore_point(self.pool, part.payload, lease.lane)
+            self.store.restore_point(self.pool, part.payload, lease.lane, part.end)
         else:
             self.store.restore(self.pool, part.payload, lease.lane, part.start, part.end, window)
 

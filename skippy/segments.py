@@ -231,17 +231,19 @@ class RamStore:
             raise StateError(f"sequence {dst} has {pool.length(dst)} tokens after a restore, expected {end}")
         self._count_restore(len(state), began)
 
-    def restore_point(self, pool: Pool, checkpoint: Checkpoint, dst: int) -> None:
+    def restore_point(self, pool: Pool, checkpoint: Checkpoint, dst: int, end: int | None = None) -> None:
         """Put a checkpoint on top of the attention of its path in `dst` (an empty `dst` where there is no attention).
 
+        `end` is where `dst` shall end, by default at its length; a window can be cut by one token, a state cannot.
         StateError as `restore`; `dst` is then to be emptied.  O(bytes).
         """
         began = time.perf_counter()
         checkpoint.verify(f"checkpoint at {checkpoint.length}")
         self._load(pool, dst, checkpoint.block.view, checkpoint.flags)
         # In this order: the other one is wrong on hybrids, and nothing says so.
-        if not pool.context.seq_rm(dst, checkpoint.length):
-            raise StateError(f"sequence {dst} cannot end at the {checkpoint.length} tokens of its checkpoint")
+        end = checkpoint.length if end is None else end
+        if not pool.context.seq_rm(dst, end):
+            raise StateError(f"sequence {dst} cannot end at {end} tokens, with a checkpoint of {checkpoint.length}")
         self._count_restore(checkpoint.block.size, began)
 
     def _count_restore(self, size: int, began: float) -> None:

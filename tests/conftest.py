@@ -17,6 +17,7 @@ from skippy.cli import packaged_model
 from skippy.demo.evidence import ColdRuns, Witness
 from skippy.model import Model, ModelContext
 from skippy.pool import Pool
+from tests.tiny_models import write_model
 
 THREADS = int(
     os.environ.get("TEST_THREADS", "2")
@@ -34,6 +35,20 @@ def smol(smol_path: Path) -> Iterator[Model]:
     model = Model(smol_path)
     yield model
     model.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The path of a tiny model of tests.tiny_models by its name; each is written once."""
+    folder = tmp_path_factory.mktemp("tiny")
+    written: dict[str, Path] = {}
+
+    def path(name: str) -> Path:
+        if name not in written:
+            written[name] = write_model(name, folder / f"{name}.gguf")
+        return written[name]
+
+    return path
 
 
 @pytest.fixture
