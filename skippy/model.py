@@ -255,6 +255,12 @@ class Model:
         if lib.llama_set_adapters_lora(pointer, pointers, len(loaded), scales) != 0:
             raise ModelError(f"lora: llama.cpp could not apply {[adapter.path for adapter in adapters]}")
 
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Free the model.  Closing twice does nothing."""
         with self.guard:

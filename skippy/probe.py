@@ -146,6 +146,7 @@ class _Trial:
             )
         else:
             per_token = sum(section.end - section.start for section in read_sections(whole, layout)) // n
+        windowed = read_sections(whole, layout)[-1]
         partial = context.state_size(first, PARTIAL)
         _expect(partial <= len(whole), f"its partial state takes {partial} bytes, all of it {len(whole)}")
         _expect(window > 0 or partial == len(whole), "a part of its state cannot be cut at a token")
@@ -157,6 +158,7 @@ class _Trial:
             0,
             window,
             layout,
+            window_bytes_per_token=(windowed.end - windowed.start) // n if window else 0,
             saved=(len(whole), _seconds(lambda: context.save(first, whole))),
             restored=(len(whole), load_seconds),
         )

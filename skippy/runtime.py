@@ -54,7 +54,8 @@ class Runtime:
     """Loads a GGUF model and answers prompts, evaluating of each only what was never evaluated before.
 
     `n_ctx` is the size of the pool in cells, shared by running requests and cached prefixes; `lanes` how many
-    requests can be open at once; `lora` paths, or pairs of path and scale.  `flash_attn` "auto" is on where the
+    requests can be open at once; `lora` paths, or pairs of path and scale; `chat_template` Jinja text for models that
+    have none, or instead of theirs.  `flash_attn` "auto" is on where the
     model and the backend allow it; `stats()` says what was decided.  `on_event(name, details)` is called for
     "lookup", "miss", "restore", "save" and "evict" (docs/stats.md), and must not use the Runtime.  Use it as a
     context manager, or call `close()`.
@@ -77,6 +78,7 @@ class Runtime:
         flash_attn: str = "auto",
         swa_full: bool | None = None,
         lora: Adapters = (),
+        chat_template: str | None = None,
         cache: CacheConfig | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
@@ -141,6 +143,7 @@ class Runtime:
             self.model.close()
             raise
         self._template: ChatTemplate | None = None
+        self._template_source = chat_template
         self._namespaces: dict[str, str] = {}
         self._lanes = lanes
 
@@ -288,7 +291,7 @@ class Runtime:
     def template(self) -> ChatTemplate:
         """The model's chat template.  ModelError where it has none."""
         if self._template is None:
-            self._template = ChatTemplate(self.model)
+            self._template = ChatTemplate(self.model, self._template_source)
         return self._template
 
     def tokenize(self, text: str) -> list[int]:

@@ -19,12 +19,14 @@ _MARK = "\u2402skippy\u2403"
 
 
 class ChatTemplate:
-    """The template of a loaded model.  ModelError where the model has none."""
+    """The template of a loaded model, or the Jinja text `source` instead.  ModelError where there is neither."""
 
-    def __init__(self, model: Model) -> None:
-        source = model.chat_template
+    def __init__(self, model: Model, source: str | None = None) -> None:
+        source = model.chat_template if source is None else source
         if source is None:
-            raise ModelError(f"{model.path!r} carries no chat template; use generate() with a prompt of your own")
+            raise ModelError(
+                f"{model.path!r} carries no chat template; give a chat_template, or use generate() with your own prompt"
+            )
         self._bos = self._token_text(model, model.bos)
         eos = self._token_text(model, model.eos)
         self._open = Jinja2ChatFormatter(source, eos, self._bos, add_generation_prompt=True)

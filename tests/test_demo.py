@@ -27,8 +27,8 @@ Open = Callable[..., skippy.Runtime]
 ROW = Row(
     name="family 1", prompt_tokens=100, cached_tokens=80, evaluated_tokens=20,
     by_tier={"resident": 50, "ram": 30, "disk": 0},
-    saveable_tokens=80, rows_checked=80, rows_wrong=0, ttft_cold_ms=500.0, ttft_ms=50.0, same_answer=True, parting=None,
-    answer="Yes.",
+    saveable_tokens=80, behind_checkpoint=0, rows_checked=80, rows_wrong=0, ttft_cold_ms=500.0, ttft_ms=50.0,
+    same_answer=True, parting=None, answer="Yes.",
 )  # fmt: skip
 
 

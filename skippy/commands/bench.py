@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from skippy.commands.options import EXIT_FAILED, AsJson, MaybeModel, Threads, packaged_model
+from skippy.commands.options import EXIT_FAILED, AsJson, MaybeModel, Threads, chosen_model
 from skippy.commands.playing import play_with_progress
 from skippy.demo.run import Outcome
 
@@ -90,7 +90,7 @@ def bench(
     """
     console = Console(stderr=as_json)
     outcome = play_with_progress(
-        console, model or packaged_model(), n_ctx=n_ctx, max_tokens=max_tokens, turns=turns, n_threads=threads
+        console, chosen_model(model), n_ctx=n_ctx, max_tokens=max_tokens, turns=turns, n_threads=threads
     )
     figures = figures_of(outcome)
     if out is not None:

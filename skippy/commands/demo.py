@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from skippy.commands.options import EXIT_FAILED, AsJson, Threads, packaged_model
+from skippy.commands.options import EXIT_FAILED, AsJson, Threads, chosen_model
 from skippy.commands.playing import play_with_progress
 
 __all__ = ["demo"]
@@ -17,7 +17,7 @@ __all__ = ["demo"]
 
 def demo(
     model: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A GGUF model; without it SmolLM2 from its package.")
+        Path | None, typer.Option(metavar="FILE", help="A GGUF model, or smollm2 or gemma3 from their packages.")
     ] = None,
     n_ctx: Annotated[
         int, typer.Option(metavar="N", help="Cells of the pool; few, so that RAM is used too.", min=1)
@@ -41,7 +41,7 @@ def demo(
     if not console.is_terminal:
         console.width = 132
     outcome = play_with_progress(
-        console, model or packaged_model(), n_ctx=n_ctx, max_tokens=max_tokens, turns=turns, n_threads=threads
+        console, chosen_model(model), n_ctx=n_ctx, max_tokens=max_tokens, turns=turns, n_threads=threads
     )
     data = as_data(outcome)
     if not as_json:

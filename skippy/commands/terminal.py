@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from skippy.commands.chat import Chat, ChatError
-from skippy.commands.options import MaybeModel, Threads, packaged_model
+from skippy.commands.options import MaybeModel, Threads, chosen_model
 from skippy.errors import SkippyError
 from skippy.report import REASONS, ReuseReport
 from skippy.request import Chunk
@@ -285,7 +285,7 @@ def chat(
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    with Runtime(model or packaged_model(), n_ctx=n_ctx, n_threads=threads, lanes=1) as runtime:
+    with Runtime(chosen_model(model), n_ctx=n_ctx, n_threads=threads, lanes=1) as runtime:
         options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         terminal = Terminal(Chat(runtime, system=system, **options), interactive=interactive, as_json=as_json)
         terminal.note(f"{runtime.model.description}; /help lists the commands")

@@ -12,7 +12,8 @@ import numpy as np
 from skippy._binding import BUILD, VERSION
 from skippy.config import CacheConfig
 from skippy.demo.evidence import ColdRuns, Parting, Witness
-from skippy.demo.texts import CONVERSATIONS, EDIT, SYSTEM
+from skippy.demo.texts import CONVERSATIONS, EDIT, PLAIN_TEMPLATE, SYSTEM
+from skippy.model import Model
 from skippy.request import Completion
 from skippy.runtime import Runtime
 from skippy.session import Session
@@ -130,8 +131,15 @@ def play(
     if not 1 <= turns <= 4:
         raise ValueError(f"turns is {turns}, expected 1 to 4")
     rows: list[Row] = []
+    with Model(model_path, vocab_only=True) as model:
+        chat_template = PLAIN_TEMPLATE if model.chat_template is None else None
     with Runtime(
-        model_path, n_ctx=n_ctx, n_threads=n_threads, lanes=1, cache=CacheConfig(mode="lookup-record")
+        model_path,
+        n_ctx=n_ctx,
+        n_threads=n_threads,
+        lanes=1,
+        chat_template=chat_template,
+        cache=CacheConfig(mode="lookup-record"),
     ) as runtime:
         player = _Player(runtime, max_tokens)
         sessions = {name: runtime.session(SYSTEM) for name in CONVERSATIONS}
@@ -152,13 +160,13 @@ def play(
         ask(f"{last} {turns} again", before[last, turns - 1], CONVERSATIONS[last][turns - 1])
         runtime.check()
         stats = runtime.stats()
-        per_token, per_point = runtime.capability.bytes_per_token, runtime.capability.point_state_bytes
+        capability = runtime.capability
         memory = {
             "cells": stats["cells"]["resident"],
-            "cells_bytes": stats["cells"]["resident"] * per_token,
+            "cells_bytes": stats["cells"]["resident"] * capability.bytes_per_token,
             "saved_bytes": stats["ram"]["in_use"],
             "conversation_tokens": sum(len(session.tokens) for session in paths),
-            "full_copies_bytes": sum(len(session.tokens) * per_token + per_point for session in paths),
+            "full_copies_bytes": sum(capability.full_copy_bytes(len(session.tokens)) for session in paths),
         }
         machine = {
             "model": runtime.model.description,

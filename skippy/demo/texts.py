@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["CONVERSATIONS", "EDIT", "SYSTEM"]
+__all__ = ["CONVERSATIONS", "EDIT", "PLAIN_TEMPLATE", "SYSTEM"]
+
+#: For models that have no chat template of their own.
+PLAIN_TEMPLATE = """\
+{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}
+
+{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"""
 
 SYSTEM = """\
 You are the desk assistant of Harbour Bikes, a rental shop on the quay of a small port town. You answer guests who \
