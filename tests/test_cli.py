@@ -267,8 +267,8 @@ def row_of(number: int, cold: float, warm: float, evaluated: int, wrong: int = 0
     return Row(
         name=f"request {number}", prompt_tokens=100, cached_tokens=100 - evaluated, evaluated_tokens=evaluated,
         by_tier={"resident": 100 - evaluated, "ram": 0, "disk": 0}, saveable_tokens=100 - evaluated,
-        rows_checked=100 - evaluated, rows_wrong=wrong, ttft_cold_ms=cold, ttft_ms=warm, same_answer=True, parting=None,
-        answer="Yes.",
+        behind_checkpoint=0, rows_checked=100 - evaluated, rows_wrong=wrong, ttft_cold_ms=cold, ttft_ms=warm,
+        same_answer=True, parting=None, answer="Yes.",
     )  # fmt: skip
 
 
