@@ -24,9 +24,9 @@ def _families(stats: dict[str, Any]) -> Iterator[tuple[str, str, str, list[Sampl
         [({"reason": reason}, n) for reason, n in sorted(stats["requests"].items())],
     )  # fmt: skip
     yield (
-        "skippy_evictions_total", "counter", "Entries that left, by tier and reason.",
+        "skippy_evictions_total", "counter", "Entries that left, by tier, kind and reason.",
         [
-            ({"tier": {"segment": "ram"}.get(kind, kind), "reason": reason}, n)
+            ({"tier": "resident" if kind == "resident" else "ram", "kind": kind, "reason": reason}, n)
             for (kind, _, reason), n in sorted((key.partition(":"), n) for key, n in stats["evictions"].items())
         ],
     )  # fmt: skip
@@ -34,8 +34,8 @@ def _families(stats: dict[str, Any]) -> Iterator[tuple[str, str, str, list[Sampl
         "skippy_failures_total", "counter", "Native calls that failed and cost time alone, by where.",
         [({"where": where}, n) for where, n in sorted(stats["failures"].items())],
     )  # fmt: skip
-    yield "skippy_saves_total", "counter", "Segments that were saved.", [({}, ram["saves"])]
-    yield "skippy_restores_total", "counter", "Segments that were restored.", [({}, ram["restores"])]
+    yield "skippy_saves_total", "counter", "Segments and checkpoints that were saved.", [({}, ram["saves"])]
+    yield "skippy_restores_total", "counter", "Segments and checkpoints that were restored.", [({}, ram["restores"])]
     yield "skippy_saved_bytes_total", "counter", "Bytes of state that were saved.", [({}, ram["bytes_saved"])]
     yield "skippy_restored_bytes_total", "counter", "Bytes of state that were restored.", [({}, ram["bytes_restored"])]
     yield (
@@ -56,7 +56,12 @@ def _families(stats: dict[str, Any]) -> Iterator[tuple[str, str, str, list[Sampl
     )  # fmt: skip
     yield (
         "skippy_entries", "gauge", "What is stored, by kind.",
-        [({"kind": "resident"}, stats["residents"]), ({"kind": "segment"}, stats["segments"])],
+        [
+            ({"kind": kind}, stats[name])
+            for kind, name in (
+                ("resident", "residents"), ("segment", "segments"), ("checkpoint", "checkpoints"), ("logits", "logits")
+            )
+        ],
     )  # fmt: skip
     yield "skippy_index_bytes", "gauge", "Memory of the tree.", [({}, stats["tree"]["index_bytes"])]
 

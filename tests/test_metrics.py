@@ -32,7 +32,7 @@ def test_prometheus_text_says_what_happened() -> None:
     assert value("skippy_cached_tokens_total", ',tier="resident"') == 0
     assert value("skippy_requests_total", ',reason="never_seen"') == 1
     assert value("skippy_requests_total", ',reason="hit"') == 1
-    assert value("skippy_evictions_total", ',tier="resident",reason="test"') == 1
+    assert value("skippy_evictions_total", ',tier="resident",kind="resident",reason="test"') == 1
     assert value("skippy_saves_total") == value("skippy_restores_total") == 1
     assert value("skippy_cells", ',state="resident"') == 110
     assert value("skippy_entries", ',kind="segment"') == 1
