@@ -8,11 +8,18 @@ STAMPS := $(VENV)/stamps
 FLAGS := vendor/build-flags $(wildcard vendor/build-flags.$(shell uname -m))
 SOURCES := setup.py pyproject.toml $(wildcard skippy/*.pyx skippy/*.pxd skippy/*.pxi)
 
-.PHONY: demo test lint bench clean clean-wheel
+.PHONY: demo demo-families test lint bench clean clean-wheel
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/installed
 	$(BIN)/skippy demo --out demo-out $(DEMO)
+
+# The same on a model with a sliding window, and on a tiny hybrid one with random weights.
+demo-families: $(STAMPS)/installed
+	$(BIN)/skippy demo --model gemma3 --out demo-out/gemma3
+	mkdir -p demo-out/hybrid
+	$(BIN)/python -c "from tests.tiny_models import write_model; write_model('falconh1', 'demo-out/hybrid/falconh1.gguf')"
+	$(BIN)/skippy demo --model demo-out/hybrid/falconh1.gguf --n-ctx 8192 --out demo-out/hybrid
 
 test: lint
 	$(BIN)/python -m pytest $(TEST)
@@ -26,6 +33,8 @@ bench: $(STAMPS)/installed
 	$(BIN)/python benchmarks/index.py
 	$(BIN)/python benchmarks/state.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/checkpoints.py
+	$(BIN)/python benchmarks/families.py
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else "skippy needs Python 3.10 to 3.13, this is %d.%d: make PYTHON=python3.12" % v[:2])'
