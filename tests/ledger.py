@@ -50,6 +50,16 @@ class Memory:
                     return f"its window holds {list(section)}, the next token is {length} and sees {window}"
         return None
 
+    def seen_by_the_next(self, window: int) -> tuple[Any, ...]:
+        """Of a window what the next token sees: what has left it stays in a lane until its cells are used."""
+        length = 1 + max((max(section, default=-1) for section in self.rows), default=-1)
+        least = max(0, length - window + 1)
+        rows = [
+            tuple(row for position, row in section.items() if i == 0 or position >= least)
+            for i, section in enumerate(self.rows)
+        ]
+        return (*rows, self.rest)
+
 
 def state_of(sequences: Any, seq: int) -> bytearray:
     state = bytearray(sequences.state_size(seq))
@@ -85,22 +95,13 @@ class Ledger:
     def memory(self, seq: int) -> Memory:
         return Memory.read(state_of(self.rt.context.sequences, seq), self.rt.capability.layout)
 
-    def _whole(self, memory: Memory, length: int) -> tuple[Any, ...]:
-        """Of a window what the next token sees: what has left it stays in a lane until its cells are used."""
-        least = max(0, length - self.window + 1)
-        rows = [
-            tuple(row for position, row in section.items() if i == 0 or position >= least)
-            for i, section in enumerate(memory.rows)
-        ]
-        return (*rows, memory.rest)
-
     def evaluated(self, lease: Lease, tokens: Tokens) -> None:
         memory = self.memory(lease.lane)
         digests = prefix_digests(tokens)
         found = memory.wrong_positions(len(tokens), self.window)
         if found is not None:
             self.wrong.append(f"evaluated {len(tokens)} tokens: {found}")
-        self.seen.setdefault(digests[-1], set()).add(self._whole(memory, len(tokens)))
+        self.seen.setdefault(digests[-1], set()).add(memory.seen_by_the_next(self.window))
         for i, section in enumerate(memory.rows):
             for position, row in section.items():
                 self.rows.setdefault((i, digests[position]), set()).add(row)
@@ -131,7 +132,7 @@ class Ledger:
             return "no lane was seen with just these tokens, so this point state was never evaluated"
         if memory.rest not in {state[-1] for state in whole or [(memory.rest,)]}:
             return f"its point state is none of the {len(whole or ())} that lanes had with just these tokens"
-        if whole is not None and self._whole(memory, len(path)) in whole:
+        if whole is not None and memory.seen_by_the_next(self.window) in whole:
             self.exactly += 1
         elif whole is not None and not self._evaluated_differently(memory, digests):
             return "its parts were never one state"
