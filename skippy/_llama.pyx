@@ -304,30 +304,53 @@ cdef class Context:
         1 no room in the pool (nothing applied), 2 aborted midway, below 0 failed.
         ValueError for what llama.cpp would abort on: too many tokens, ids or positions that do not exist.
         """
-        cdef int32_t n = <int32_t>tokens.shape[0], i, bad, mode, code
+        return self.decode_many([(seq, start, tokens, outputs)])
+
+    def decode_many(self, list parts not None):
+        """Evaluate several sequences in one batch: (seq, start, tokens, outputs) each, as `decode` takes them.
+
+        The logits of a token are found at its index in the batch, the parts one after the other.  All of them are
+        checked before anything is evaluated.  A sequence that is in two parts is refused (ValueError).
+        """
+        cdef int32_t n = 0, mode, code, i, bad
+        cdef int seq, start
+        cdef const int32_t[::1] tokens
         cdef llama_batch batch
-        self._check_seq(seq, "seq")
-        if outputs not in OUTPUTS:
-            raise ValueError(f"outputs is {outputs!r}, expected one of {', '.join(OUTPUTS)}")
-        mode = OUTPUTS[outputs]
-        if tokens.shape[0] < 1 or tokens.shape[0] > self.n_batch:
-            raise ValueError(f"{tokens.shape[0]} tokens in one batch, expected 1 to {self.n_batch} (n_batch)")
-        if start < 0:
-            raise ValueError(f"start is {start}, expected a position from 0")
-        bad = first_outside(&tokens[0], n, 0, self.n_vocab)
-        if bad >= 0:
-            raise ValueError(f"token {tokens[bad]} at index {bad} is not in the vocabulary (0 to {self.n_vocab - 1})")
+        cdef set seen = set()
+        cdef str outputs
+        if not parts:
+            raise ValueError("no parts to decode, expected at least one")
         self._enter()
         try:
+            for seq, start, tokens, outputs in parts:
+                self._check_seq(seq, "seq")
+                if seq in seen:
+                    raise ValueError(f"sequence {seq} is in two parts of one batch")
+                seen.add(seq)
+                if outputs not in OUTPUTS:
+                    raise ValueError(f"outputs is {outputs!r}, expected one of {', '.join(OUTPUTS)}")
+                mode = OUTPUTS[outputs]
+                if tokens.shape[0] < 1 or tokens.shape[0] > self.n_batch - n:
+                    raise ValueError(
+                        f"{n + tokens.shape[0]} tokens in one batch, expected 1 to {self.n_batch} (n_batch)"
+                    )
+                if start < 0:
+                    raise ValueError(f"start is {start}, expected a position from 0")
+                bad = first_outside(&tokens[0], <int32_t>tokens.shape[0], 0, self.n_vocab)
+                if bad >= 0:
+                    raise ValueError(
+                        f"token {tokens[bad]} at index {bad} is not in the vocabulary (0 to {self.n_vocab - 1})"
+                    )
+                memcpy(&self.arrays.batch.token[n], &tokens[0], tokens.shape[0] * sizeof(int32_t))
+                for i in range(<int32_t>tokens.shape[0]):
+                    self.arrays.batch.pos[n + i] = start + i
+                    self.arrays.seq_storage[n + i] = seq
+                    self.arrays.batch.logits[n + i] = mode == OUTPUT_ALL
+                n += <int32_t>tokens.shape[0]
+                if mode == OUTPUT_LAST:
+                    self.arrays.batch.logits[n - 1] = 1
             batch = self.arrays.batch
             batch.n_tokens = n
-            memcpy(batch.token, &tokens[0], n * sizeof(int32_t))
-            for i in range(n):
-                batch.pos[i] = start + i
-                self.arrays.seq_storage[i] = seq
-                batch.logits[i] = mode == OUTPUT_ALL
-            if mode == OUTPUT_LAST:
-                batch.logits[n - 1] = 1
             with nogil:
                 code = llama_decode(self.ctx, batch)
         finally:
