@@ -93,7 +93,7 @@ def make_plan(
         if at_checkpoint.length > length:
             return at_checkpoint
         window = max(0, length - shape.window)
-        parts = _cut(parts, length)
+        parts = _cut(parts, length) if length >= min_tokens else []
     if not parts:
         reason = "not_worth_it" if worthless else "no_checkpoint" if found else "evicted_recently"
         return Plan((), matched, reason)

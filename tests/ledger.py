@@ -102,6 +102,14 @@ class Ledger:
         if found is not None:
             self.wrong.append(f"evaluated {len(tokens)} tokens: {found}")
         self.seen.setdefault(digests[-1], set()).add(memory.seen_by_the_next(self.window))
+        self._note_rows(memory, digests)
+        if self.rt.capability.window:
+            # Cells that the window has left are in the lane until they are used again, and can be saved until then.
+            for end in range(len(tokens) % self.window or self.window, len(tokens), self.window):
+                with self.rt.cache.pool.capture(lease.lane, max(0, end - self.window), end) as temp:
+                    self._note_rows(self.memory(temp), digests)
+
+    def _note_rows(self, memory: Memory, digests: list[bytes]) -> None:
         for i, section in enumerate(memory.rows):
             for position, row in section.items():
                 self.rows.setdefault((i, digests[position]), set()).add(row)
