@@ -17,7 +17,7 @@ __all__ = ["demo"]
 
 def demo(
     model: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A GGUF model, or smollm2 or gemma3 from their packages.")
+        Path | None, typer.Option(metavar="FILE", help="A GGUF model, or a packaged one: smollm2 (default), gemma3.")
     ] = None,
     n_ctx: Annotated[
         int, typer.Option(metavar="N", help="Cells of the pool; few, so that RAM is used too.", min=1)

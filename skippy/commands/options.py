@@ -36,7 +36,7 @@ Threads = Annotated[
     typer.Option(metavar="N", help="Threads of llama.cpp; by default as many as there are processors.", min=1),
 ]
 MaybeModel = Annotated[
-    Path | None, typer.Argument(metavar="MODEL", help="A GGUF model, or smollm2 or gemma3 from their packages.")
+    Path | None, typer.Argument(metavar="MODEL", help="A GGUF model, or a packaged one: smollm2 (default), gemma3.")
 ]
 
 
