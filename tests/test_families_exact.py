@@ -1,8 +1,8 @@
 """Logits to the bit, on every memory family: an uninterrupted run against one that was saved, and restored elsewhere.
 
-As in test_exactness: the same cuts and placement on both sides, fresh contexts, one thread.  Where a window slides, what
-is behind it is not restored, so that with flash attention equal placement needs a prefix of a multiple of 64 tokens and
-the window of 32.
+As in test_exactness: the same cuts and placement on both sides, fresh contexts, one thread.  Where a window slides,
+what is behind it is not restored, so that with flash attention equal placement needs a prefix of a multiple of 64
+tokens and the window of 32.
 """
 
 from __future__ import annotations
