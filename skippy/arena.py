@@ -104,6 +104,22 @@ class Arena:
         self.peak = max(self.peak, self.used)
         return block
 
+    def shrink(self, block: Block, size: int) -> None:
+        """Take all but the first `size` bytes of a block back; its view is a new one.  ValueError if it has less."""
+        if self._lent.get(block.start) is not block or not 0 < size <= block.size:
+            raise ValueError(f"the block at {block.start} is not lent by this arena, or has no {size} bytes")
+        assert self._memory is not None
+        reserved = -(-size // ALIGNMENT) * ALIGNMENT
+        block.view.release()
+        block.view = self._memory[block.start : block.start + size]
+        freed, block.size, block.reserved = block.reserved - reserved, size, reserved
+        if not freed:
+            return
+        self.used -= freed
+        end = block.start + reserved
+        after = self._remove_gap(end + freed) if end + freed in self._gap_at else 0
+        self._add_gap(end, freed + after)
+
     def free(self, block: Block) -> None:
         """Take a block back.  ValueError if it is not lent (given back twice, or another arena's)."""
         if self._lent.get(block.start) is not block:

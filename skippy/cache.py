@@ -83,6 +83,8 @@ class Cache:
             emit=self._emit,
             speeds=self.speeds,
             bytes_per_cell=self.capability.bytes_per_token,
+            min_tokens=config.min_tokens,
+            by_worth=config.eviction == "worth",
         )
         self.shelf = self.space.shelf
         self.recorder = Recorder(self.space, self._leases, max_resident_tokens=max_resident_tokens)
@@ -134,6 +136,7 @@ class Cache:
             else:
                 began = time.perf_counter()
                 self._restore(lease, tokens)
+                self.space.usage.request(namespace, tokens, lease.restored)
                 lease.restore_ms = 1e3 * (time.perf_counter() - began)
             if self.observer is not None:
                 self.observer.restored(lease, tokens)
@@ -479,6 +482,7 @@ class Cache:
         residents = self.tree.entries("resident")
         ids = [self.space.sequence_of(node) for node in residents]
         assert len(set(ids)) == len(ids), "two entries of the tree share a sequence id"
+        self.space.usage.check(set(ids))
         for node, seq in zip(residents, ids, strict=True):
             assert self.pool.length(seq) == node.length, f"sequence {seq} and its entry differ in length"
         for lease in self._leases:

@@ -41,6 +41,7 @@ __all__ = [
 Mode = Literal["lookup-record", "lookup", "record", "disabled"]
 Payload = Literal["auto", "resident-kv", "kv-recurrent", "full-state"]
 Residency = Literal["auto", "keep"]
+Eviction = Literal["worth", "lru"]
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 
 MAX_ENTRIES = 512
@@ -96,6 +97,7 @@ class CacheArguments(TypedDict, total=False):
     shared_prefix_record_limit: int
     max_resident_tokens: int | None
     residency: Residency
+    eviction: Eviction
     ram: int | str
     logits_bytes: int | str
     disk: str | os.PathLike[str] | None
@@ -129,6 +131,10 @@ class CacheConfig(Settings, BaseSettings):
     )
     residency: Residency = Field(
         default="auto", description="'auto': cells stay in the pool where that costs less than RAM; 'keep': always"
+    )
+    eviction: Eviction = Field(
+        default="worth",
+        description="what leaves first: 'worth': what is least expected, cheapest to bring back; 'lru': least recent",
     )
     ram: Annotated[int | Literal["auto"], BeforeValidator(_ram)] = Field(
         default="auto", description="bytes for saved state; 'auto': a tenth of the available memory, at most 2 GiB"

@@ -50,7 +50,7 @@ class Recorder:
         if keep < n and self.space.shelf.keep_saved:
             self.space.shelf.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
         while self.max_resident_tokens and self.tree.cells > self.max_resident_tokens:
-            if not self.space.evict_resident("resident_cap"):
+            if not self.space.evict_resident("resident_cap", self.tree.cells - self.max_resident_tokens):
                 break
         return self.tree.match(lease.namespace, tokens).matched == n
 
@@ -63,6 +63,7 @@ class Recorder:
     def _keep_resident(self, lease: Lease, tokens: Tokens, match: Match) -> None:
         """Make the lane's first tokens a resident; what others hold of them in the pool is taken from them."""
         shared, n = match.resident_length, len(tokens)
+        profile = self.space.usage.of_path(lease.namespace, tokens)
         sources: list[tuple[int, int]] = []  # (sequence, up to which length it is taken)
         seq: int | None = None
         if match.resident is not None:
@@ -94,6 +95,7 @@ class Recorder:
                 self.tree.unlock(guard)
         node = self.tree.insert(lease.namespace, tokens)
         self.tree.put(node, "resident", seq)
+        self.space.usage.set_resident(seq, profile)
         release(self.tree, lease)
         for ancestor in self.tree.covered(node):
             self.space.drop_resident(ancestor)
@@ -136,6 +138,7 @@ class Recorder:
         return best
 
     def _give_up(self, seq: int) -> None:
+        self.space.usage.resident_left(seq)
         try:
             self.pool.give_back(seq)
         except NativeError:  # set aside and counted by the pool

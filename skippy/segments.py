@@ -16,6 +16,7 @@ from skippy.capability import Capability
 from skippy.errors import NativeError, StateError
 from skippy.layout import Bytes, Layout, attention_bytes, check_positions, cut
 from skippy.pool import Pool
+from skippy.worth import Profile, clip
 
 __all__ = ["PARTIAL", "Checkpoint", "LoadRefused", "Logits", "RamStore", "Saved", "Segment"]
 
@@ -37,6 +38,7 @@ class Saved:
     block: Block
     checksum: int
     damaged: bool = False  # it failed its check while a request was using it: never to be offered again
+    profile: Profile = ()  # how its tokens are used
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +173,25 @@ class RamStore:
         self.seconds_saving += time.perf_counter() - began
         self.saves += 1
         self.bytes_saved += size
+
+    def shorten(self, segment: Segment, end: int) -> Segment:
+        """Keep the tokens before `end` of `segment`, which is of plain attention, where they are; the rest is free.
+
+        StateError, and nothing changes, if it is damaged.  O(bytes).
+        """
+        self.verify(segment)
+        state = cut(segment.block.view, segment.start, end, self._room, layout=self._layout)
+        self.arena.shrink(segment.block, len(state))
+        np.frombuffer(segment.block.view, np.uint8)[:] = state
+        checksum = xxhash.xxh3_64_intdigest(segment.block.view)
+        return Segment(
+            segment.block,
+            checksum,
+            profile=clip(segment.profile, end),
+            start=segment.start,
+            end=end,
+            window_from=min(segment.window_from, end),
+        )
 
     @property
     def _layout(self) -> Layout:

@@ -7,6 +7,7 @@ natively is not in the tree.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,12 +18,15 @@ import numpy.typing as npt
 
 from skippy._radix import Node, RadixTree, Span
 from skippy.arena import Block
-from skippy.errors import Locked, NativeError
-from skippy.history import Tokens, Tombstones
+from skippy.errors import Locked, NativeError, StateError
+from skippy.history import Tokens
+from skippy.leaving import Leaving
 from skippy.plan import window_reach
 from skippy.pool import Pool
 from skippy.segments import Checkpoint, Logits, RamStore, Saved, Segment
 from skippy.speeds import Speeds
+from skippy.usage import Usage
+from skippy.worth import Profile, Use, clip, last_part
 
 __all__ = ["KINDS", "Emit", "Kind", "Shelf"]
 
@@ -33,17 +37,25 @@ Kind = Literal["segment", "checkpoint", "logits"]
 KINDS: tuple[Kind, ...] = ("segment", "checkpoint", "logits")
 
 _OF_CLASS: dict[Kind, type[Saved]] = {"segment": Segment, "checkpoint": Checkpoint, "logits": Logits}
-_INNER_AMONG = 8  # least recent checkpoints of which one inside an unbranched path goes first
 
 
 class Shelf:
     """Puts saved state of `pool` into `store` and on the nodes of `tree`, and takes it off again.
 
-    `keep_saved` is False where nothing is to be saved (payload "resident-kv").
+    `keep_saved` is False where nothing is to be saved (payload "resident-kv").  `leaving` says what makes room.
     """
 
     def __init__(
-        self, tree: RadixTree, pool: Pool, store: RamStore, *, keep_saved: bool, emit: Emit, speeds: Speeds
+        self,
+        tree: RadixTree,
+        pool: Pool,
+        store: RamStore,
+        *,
+        keep_saved: bool,
+        emit: Emit,
+        speeds: Speeds,
+        usage: Usage,
+        leaving: Leaving,
     ) -> None:
         self.tree = tree
         self.pool = pool
@@ -52,7 +64,9 @@ class Shelf:
         self.speeds = speeds
         self.evictions: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.tombstones = Tombstones()
+        self.usage = usage
+        self.tombstones = usage.tombstones
+        self.leaving = leaving
         self._emit = emit
 
     def saved(self, node: Node, kind: Kind) -> Saved:
@@ -112,11 +126,12 @@ class Shelf:
         joined = self._joinable(node, start, end)
         begin = joined[0].start if joined else start
         path = self.tree.tokens(node)
+        profile = self.usage.of_path(node.namespace, path)
         lock = self.tree.lock(node)  # making room in RAM must not drop the head of the very path that is saved
         try:
-            segment = self._save(seq, begin, end)
+            segment = self._save(seq, begin, end, profile)
             if segment is None and joined:
-                segment = self._save(seq, start, end)
+                segment = self._save(seq, start, end, profile)
         finally:
             self.tree.unlock(lock)
         if segment is None:
@@ -175,10 +190,12 @@ class Shelf:
             at = self.tree.parent(at)
         return False
 
-    def _save(self, seq: int, start: int, end: int) -> Segment | None:
+    def _save(self, seq: int, start: int, end: int, profile: Profile) -> Segment | None:
         began = time.perf_counter()
+        _, use = last_part(profile, start, end)
         try:
-            segment = self.store.save(self.pool, seq, start, end, self._room_for("segment"))
+            room = self._room_for("segment", lambda size: self.leaving.worth_of_tokens(end - start, size, use))
+            segment = self.store.save(self.pool, seq, start, end, room)
         except NativeError as error:
             self.failures["save"] += 1
             log.warning("saving [%d, %d) of sequence %d failed: %s", start, end, seq, error)
@@ -186,6 +203,7 @@ class Shelf:
         if segment is None:
             self.evictions["segment:refused"] += 1
         else:
+            segment.profile = clip(profile, end, start)
             self.speeds.saved(segment.nbytes, time.perf_counter() - began)
         return segment
 
@@ -232,14 +250,21 @@ class Shelf:
         if self.tree.get(node, kind) is not None:
             self.tree.touch(node)
             return True
+        profile = self.usage.of_path(namespace, path)[-1:]
         lock = self.tree.lock(node)  # making room must not drop what lies on the very path
         began = time.perf_counter()
+
+        def value(size: int) -> float:
+            use = profile[0].use if profile else Use(0, 0)
+            return self.leaving.worth_of_point(node, size, use) if kind == "checkpoint" else math.inf
+
         saved: Saved | None = None
         try:
-            saved = save(self._room_for(kind))
+            saved = save(self._room_for(kind, value))
             if saved is None:
                 self.evictions[f"{kind}:refused"] += 1
                 return False
+            saved.profile = profile
             self.tree.put(node, kind, saved, bytes=saved.nbytes)
         except NativeError as error:
             self.failures["save"] += 1
@@ -258,18 +283,25 @@ class Shelf:
 
     # -- room -------------------------------------------------------------------------------------------
 
-    def _room_for(self, kind: Kind) -> Callable[[int], Block | None]:
-        """Makes a block of some size, for which what is worth less leaves; None if that is not enough."""
+    def _room_for(self, kind: Kind, worth: Callable[[int], float]) -> Callable[[int], Block | None]:
+        """Makes a block of some size, for which what is worth less leaves; None if that is not enough.
+
+        `worth(size)` is what the block will hold, in seconds for each byte.
+        """
 
         def make(size: int) -> Block | None:
-            cap = self._cap(kind)
+            cap, arena = self._cap(kind), self.store.arena
             if size > cap:
                 return None
-            while self.tree.bytes_of(kind) + size > cap:
-                if not self._evict(kind):
+            limit = worth(size) if self.leaving.by_worth else math.inf
+            over = max(self.tree.bytes_of(kind) + size - cap, arena.used + size - arena.capacity)
+            if over > 0 and self.leaving.bytes_below(limit) < over:
+                return None  # before anything leaves for it in vain
+            while cap < arena.capacity and (over := self.tree.bytes_of(kind) + size - cap) > 0:
+                if not self._evict(kind, over, limit):
                     return None
-            while (block := self.store.arena.allocate(size)) is None:
-                if not any(self._evict(each) for each in self._leaving_order()):
+            while (block := arena.allocate(size)) is None:
+                if not any(self._evict(each, size, limit) for each in self._leaving_order()):
                     return None
             return block
 
@@ -280,18 +312,38 @@ class Shelf:
         many = self.tree.bytes_of("checkpoint") * 4 > self.store.arena.capacity
         return ("logits", "checkpoint", "segment") if many else ("logits", "segment", "checkpoint")
 
-    def _evict(self, kind: Kind) -> bool:
-        node = self._inner_checkpoint() if kind == "checkpoint" else self.tree.victim(kind)
-        if node is None:
+    def _evict(self, kind: Kind, nbytes: int, limit: float) -> bool:
+        """Let something of a kind leave, or its end, of `nbytes` if it can be cut; False if all is worth more."""
+        choice = self.leaving.saved(kind, nbytes)
+        if choice is None or choice.worth > limit:
             return False
-        self.drop(node, kind, "bytes")
+        if choice.length:
+            self._shorten(choice.node, choice.length)
+        else:
+            self.drop(choice.node, kind, "bytes")
         return True
 
-    def _inner_checkpoint(self) -> Node | None:
-        """Of the least recent checkpoints one that only a single path goes through, else the least recent one."""
-        unlocked = self.tree.count("checkpoint") - self.tree.stats()["checkpoint"]["locked"]
-        oldest = self.tree.entries("checkpoint")[:unlocked][:_INNER_AMONG]
-        return next((node for node in oldest if self.tree.children(node) == 1), oldest[0] if oldest else None)
+    def _shorten(self, node: Node, length: int) -> None:
+        """Cut the segment of `node`, behind which there is none, to its tokens before `length`."""
+        segment, path, start = self.segment(node), self.tree.tokens(node), self.tree.start(node)
+        try:
+            shorter = self.store.shorten(segment, length)
+        except StateError as error:
+            log.warning("a segment to be cut failed its check and is dropped: %s", error)
+            self.drop(node, "segment", "corrupt")
+            return
+        boundary = self._ancestor(node, start)
+        hold = self.tree.lock(boundary) if boundary is not None else None
+        try:
+            head = self.tree.insert(node.namespace, path[:length])
+            self.tree.take(node, "segment")
+            self.tree.put(head, "segment", shorter, bytes=shorter.nbytes, start=start)
+        finally:
+            if hold is not None:
+                self.tree.unlock(hold)
+        self.bury(node.namespace, path, segment.profile)
+        self.evictions["segment:cut"] += 1
+        self._emit("evict", tier="ram", reason="bytes", tokens=len(path) - length)
 
     def drop(self, node: Node, kind: Kind, reason: str) -> None:
         """Take what `node` carries of a kind off the tree and free its memory.  Locked where a request uses it."""
@@ -299,14 +351,16 @@ class Shelf:
         path = self.tree.tokens(node)
         self.tree.take(node, kind)
         self.store.drop(saved)
+        if kind == "segment":
+            self.usage.hand_over(node.namespace, path, saved.profile)
         if reason == "bytes" and kind != "logits":
-            self.bury(node.namespace, path)
+            self.bury(node.namespace, path, saved.profile)
         self.evictions[f"{kind}:{reason}"] += 1
         tokens = saved.end - saved.start if isinstance(saved, Segment) else 0
         self._emit("evict", tier="ram", reason=reason, tokens=tokens)
 
-    def bury(self, namespace: str, path: Tokens) -> None:
+    def bury(self, namespace: str, path: Tokens, profile: Profile) -> None:
         """Remember a path that something has just left, if not all of it can be brought back any more."""
         match = self.tree.match(namespace, path)
         if max(match.resident_length, match.segment_length) < len(path):
-            self.tombstones.add(namespace, path)
+            self.tombstones.add(namespace, path, profile)

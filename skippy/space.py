@@ -12,10 +12,14 @@ from contextlib import suppress
 
 from skippy._radix import Node, RadixTree
 from skippy.errors import ContextFull, Locked, NativeError
+from skippy.history import Tombstones
+from skippy.leaving import Leaving
 from skippy.pool import Pool
 from skippy.segments import RamStore
 from skippy.shelf import Emit, Shelf
 from skippy.speeds import Speeds
+from skippy.usage import Usage
+from skippy.worth import clip
 
 __all__ = ["Space"]
 
@@ -27,7 +31,8 @@ class Space:
 
     `lane_cells()` tells how many cells running requests hold that the tree does not know of, `held_cells()` how
     many of the tree's each of them shares; `keep_saved` is False where nothing is to be saved (payload "resident-kv").
-    `bytes_per_cell` is what one token takes when it is saved.
+    `bytes_per_cell` is what one token takes when it is saved.  What leaves is chosen by worth, else the least recent
+    does; what is cut keeps at least `min_tokens`.
     """
 
     def __init__(
@@ -42,12 +47,34 @@ class Space:
         emit: Emit,
         speeds: Speeds | None = None,
         bytes_per_cell: int = 0,
+        min_tokens: int = 0,
+        by_worth: bool = True,
     ) -> None:
         self.tree = tree
         self.pool = pool
         self.store = store
         self.speeds = Speeds() if speeds is None else speeds
-        self.shelf = Shelf(tree, pool, store, keep_saved=keep_saved, emit=emit, speeds=self.speeds)
+        self.usage = Usage(tree, Tombstones())
+        self.leaving = Leaving(
+            tree,
+            self.usage,
+            self.speeds,
+            store.shape,
+            by_worth=by_worth,
+            saves=keep_saved,
+            bytes_per_token=bytes_per_cell,
+            min_tokens=min_tokens,
+        )
+        self.shelf = Shelf(
+            tree,
+            pool,
+            store,
+            keep_saved=keep_saved,
+            emit=emit,
+            speeds=self.speeds,
+            usage=self.usage,
+            leaving=self.leaving,
+        )
         self.evictions, self.failures = self.shelf.evictions, self.shelf.failures
         self._lane_cells = lane_cells
         self._held_cells = held_cells
@@ -70,28 +97,51 @@ class Space:
         """Let unlocked residents leave until `needed` more cells are free.  ContextFull if that is not enough."""
         at_most = self.tree.cells - max(self._held_cells(), default=0)  # could leave, if nothing else were locked
         hopeless = self.cells_in_use + needed - at_most > self.pool.n_cells
-        while self.cells_in_use + needed > self.pool.n_cells:
-            if hopeless or not self.evict_resident("cells"):
+        while (over := self.cells_in_use + needed - self.pool.n_cells) > 0:
+            if hopeless or not self.evict_resident("cells", over):
                 raise ContextFull(
                     f"{needed} cells are needed, {self.pool.n_cells - self.cells_in_use} of {self.pool.n_cells} are "
                     f"free, and everything else is in use"
                 )
 
-    def evict_resident(self, reason: str) -> bool:
-        """Let the least recent unlocked resident leave the pool, into RAM where it fits; False if there is none."""
-        node = self.tree.victim("resident")
-        if node is None:
+    def evict_resident(self, reason: str, cells: int = 0) -> bool:
+        """Let an unlocked resident leave the pool, or for `cells` its end, for RAM where it fits; False if none can."""
+        choice = self.leaving.resident(cells)
+        if choice is None:
             return False
-        self._leave(node, reason)
+        self._leave(choice.node, reason, choice.length)
         return True
 
-    def _leave(self, node: Node, reason: str) -> None:
+    def _leave(self, node: Node, reason: str, length: int = 0) -> None:
+        """Let what is resident at `node` leave from `length` on."""
         self.shelf.save_path(node, self.sequence_of(node))
         path = self.tree.tokens(node)
-        self.drop_resident(node)
-        self.shelf.bury(node.namespace, path)
+        profile = self.usage.of_resident(self.sequence_of(node))
+        if length:
+            self._shorten(node, length)
+        else:
+            self.drop_resident(node)
+        self.shelf.bury(node.namespace, path, profile)
         self.evictions[f"resident:{reason}"] += 1
-        self._emit("evict", tier="resident", reason=reason, tokens=node.length)
+        self._emit("evict", tier="resident", reason=reason, tokens=node.length - length)
+
+    def _shorten(self, node: Node, length: int) -> None:
+        """Keep the first `length` tokens of a resident; where they cannot be kept, none are."""
+        path = self.tree.tokens(node)[:length]
+        seq = self.tree.take(node, "resident")
+        profile = self.usage.resident_left(seq)
+        try:
+            self.pool.trim(seq, length)
+            head = self.tree.insert(node.namespace, path)
+            self.tree.put(head, "resident", seq)
+        except BaseException as error:
+            self.failures["drop"] += 1
+            with suppress(NativeError):  # set aside and counted by the pool
+                self.pool.give_back(seq)
+            if not isinstance(error, NativeError):
+                raise
+            return
+        self.usage.set_resident(seq, clip(profile, length))
 
     def relieve(self, tokens: int) -> None:
         """Let residents leave for RAM that would cost more while `tokens` are evaluated than coming back will.
@@ -131,7 +181,9 @@ class Space:
         Locked where a request uses it.  The entry goes first: were this interrupted, an id would be lost, and never
         be handed out while the tree still points at it.
         """
+        path = self.tree.tokens(node)
         seq = self.tree.take(node, "resident")
+        self.usage.hand_over(node.namespace, path, self.usage.resident_left(seq))
         try:
             self.pool.give_back(seq)
         except NativeError:  # the pool has set it aside and counts its cells as lost

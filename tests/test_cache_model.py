@@ -239,13 +239,15 @@ def test_a_lane_that_cannot_be_emptied_after_a_failed_restore_costs_time_alone()
     world.cache.check()
 
 
+@pytest.mark.parametrize("eviction", ["worth", "lru"])
 @pytest.mark.parametrize("seed", range(12))
-def test_many_requests_side_by_side(seed: int) -> None:
+def test_many_requests_side_by_side(seed: int, eviction: str) -> None:
     """Random requests over a few paths: begun, continued, ended, dropped, evicted, cleared, damaged."""
     rng = random.Random(seed)
     world = World(
         n_ctx=rng.choice([220, 400, 900]), lanes=3, residents=rng.choice([1, 3, 6]), cap=rng.choice([0, 0, 120]),
         ram=rng.choice(["3KB", "12KB", "1MB"]), payload=rng.choice(["auto", "auto", "full-state", "resident-kv"]),
+        eviction=eviction,
     )  # fmt: skip
     reused = 0
     for _ in range(400):

@@ -1,0 +1,94 @@
+"""Who has used what: the profiles of what the tree holds, and of what has left it lately."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skippy._radix import Match, Node, RadixTree
+from skippy.history import Tokens, Tombstones
+from skippy.worth import Profile, again, clip, fresh, join
+
+__all__ = ["Usage"]
+
+
+class Usage:
+    """Profiles of residents by sequence id, of saved state on the payload itself: they go when those go.
+
+    `now` counts requests.  `tombstones` keep the profiles of paths that were evicted, so that the request that asks
+    for one again is its second use.
+    """
+
+    def __init__(self, tree: RadixTree, tombstones: Tombstones) -> None:
+        self.tree = tree
+        self.tombstones = tombstones
+        self.now = 0
+        self._residents: dict[int, Profile] = {}
+
+    def request(self, namespace: str, tokens: Tokens, restored: int) -> None:
+        """A new request has asked for `tokens`, of which `restored` were brought back.  O(its path)."""
+        self.now += 1
+        match = self.tree.match(namespace, tokens)
+        if match.resident is not None:
+            seq = self._sequence(match.resident)
+            self._residents[seq] = again(self._residents.get(seq, ()), match.resident_length, self.now)
+        for span in match.segments:
+            span.payload.profile = again(span.payload.profile, span.reach, self.now)
+        for node in match.checkpoints:
+            # Only where it went on from: that one path leads through others is no use of them.
+            if 0 < restored <= node.length <= restored + 1:
+                saved: Any = self.tree.get(node, "checkpoint")
+                saved.profile = again(saved.profile, node.length, self.now)
+
+    def _sequence(self, node: Node) -> int:
+        seq: Any = self.tree.get(node, "resident")
+        return int(seq)
+
+    def of_resident(self, seq: int) -> Profile:
+        """How the path of the resident with this sequence id is used."""
+        return self._residents.get(seq, ())
+
+    def of_path(self, namespace: str, tokens: Tokens) -> Profile:
+        """How a path is used that is about to be kept: what is known of it, the rest used for the first time.
+
+        A part that was evicted and is kept again has been used again.  O(tokens).
+        """
+        known = self._known(self.tree.match(namespace, tokens))
+        if known and known[-1].end >= len(tokens):
+            return known
+        length, before = self.tombstones.find(namespace, tokens)
+        return join(join(known, again(before, length, self.now)), fresh(len(tokens), self.now))
+
+    def _known(self, match: Match) -> Profile:
+        known: Profile = ()
+        if match.resident is not None:
+            seq = self._sequence(match.resident)
+            known = clip(self._residents.get(seq, ()), match.resident_length)
+        position = 0
+        for span in match.segments:
+            if span.start > position:
+                break
+            known = join(known, clip(span.payload.profile, span.reach))
+            position = span.reach
+        return known
+
+    def set_resident(self, seq: int, profile: Profile) -> None:
+        """The resident with this sequence id is used like that."""
+        self._residents[seq] = profile
+
+    def resident_left(self, seq: int) -> Profile:
+        """Forget a resident; how it was used."""
+        return self._residents.pop(seq, ())
+
+    def hand_over(self, namespace: str, path: Tokens, profile: Profile) -> None:
+        """What held `path` has left: whoever holds parts of it is told how they were used.  O(path)."""
+        match = self.tree.match(namespace, path)
+        if match.resident is not None:
+            seq = self._sequence(match.resident)
+            self._residents[seq] = join(self._residents.get(seq, ()), clip(profile, match.resident_length))
+        for span in match.segments:
+            span.payload.profile = join(span.payload.profile, clip(profile, span.reach, span.start))
+
+    def check(self, residents: set[int]) -> None:
+        """Prove that nothing is remembered of sequence ids that hold no resident; AssertionError else."""
+        stale = set(self._residents) - residents
+        assert not stale, f"profiles of sequences {sorted(stale)}, which hold no resident"
