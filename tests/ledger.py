@@ -153,9 +153,9 @@ class Ledger:
 class Answers:
     """Plain cold runs, remembered, with the K and V types of a runtime."""
 
-    def __init__(self, path: Path, *, n_batch: int, flash_attn: str, types: str = "f16") -> None:
+    def __init__(self, path: Path, *, n_batch: int, flash_attn: str, types: str = "f16", n_ctx: int = 1024) -> None:
         self._model = Model(path)
-        self._runs = ColdRuns(self._model, n_ctx=1024, n_batch=n_batch, n_threads=1, flash_attn=flash_attn)
+        self._runs = ColdRuns(self._model, n_ctx=n_ctx, n_batch=n_batch, n_threads=1, flash_attn=flash_attn)
         self._runs._settings |= {"type_k": types, "type_v": types}  # type: ignore[dict-item]
         self._known: dict[tuple[bytes, int], list[int]] = {}
         self.near_ties = 0
