@@ -78,6 +78,7 @@ class Cache:
             pool,
             self.store,
             lane_cells=lambda: sum(lease.length - lease.held for lease in self._leases),
+            promised_cells=lambda: sum(lease.promised for lease in self._leases),
             held_cells=lambda: [lease.held for lease in self._leases],
             keep_saved=self.store.arena.capacity > 0,
             emit=self._emit,

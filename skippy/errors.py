@@ -9,6 +9,7 @@ __all__ = [
     "Locked",
     "ModelError",
     "NativeError",
+    "Overloaded",
     "PromptTooLong",
     "SkippyError",
     "StaleHandle",
@@ -66,3 +67,13 @@ class ContextFull(SkippyError, RuntimeError):
 
 class LanesBusy(SkippyError, RuntimeError):
     """All lanes are held by streams that the calling thread itself keeps open; waiting would never end."""
+
+
+class Overloaded(SkippyError, RuntimeError):
+    """Too many requests wait already.  `retry_after` is a guess, in seconds, of when there will be room; or None."""
+
+    def __init__(self, waiting: int, retry_after: float | None) -> None:
+        when = "" if retry_after is None else f"; try again in {retry_after:.1f} s"
+        super().__init__(f"{waiting} requests wait for a lane already{when}")
+        self.waiting = waiting
+        self.retry_after = retry_after

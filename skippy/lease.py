@@ -21,6 +21,7 @@ __all__ = ["Lease", "Observer", "release"]
 class Lease:
     """A lane in use: `length` tokens of `namespace` are in sequence `lane`, `held` of them shared with residents.
 
+    `promised` cells of the pool are still to be used by its prompt, and are nobody else's.
     `logits` (float32 [n_vocab]) are those after token `prompt_end`, the end of its prompt, where they are known.
     """
 
@@ -36,6 +37,7 @@ class Lease:
     lock: Lock | None = None
     logits: Logits | None = None
     prompt_end: int = 0
+    promised: int = 0
 
 
 def release(tree: RadixTree, lease: Lease) -> None:

@@ -18,11 +18,11 @@ from skippy.errors import StateError
 from skippy.layout import MAGIC
 from skippy.llama_calls import Options
 from skippy.llama_context import LANE, attach, prepare
-from skippy.llama_turns import Steps
 from skippy.model import piece_of
 from skippy.prefix_cache import PrefixCache
 from skippy.report import ReuseReport
 from skippy.starts import message_starts
+from skippy.steps import Steps
 
 __all__ = ["LlamaWithLane"]
 

@@ -1,22 +1,25 @@
-"""One request from prompt to answer: restore, evaluate the rest, decode, record."""
+"""One request: its prompt, its answer so far, and what is to be evaluated next.  The engine evaluates it."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from skippy.cache import Cache, Lease
-from skippy.errors import ContextFull, NativeError
-from skippy.model import ABORTED, Model, ModelContext
+from skippy.lease import Lease
+from skippy.model import Model
 from skippy.report import ReuseReport
 from skippy.sampling import Sampler
 from skippy.text import TextStream
+
+if TYPE_CHECKING:
+    from skippy.engine import Engine
 
 __all__ = ["Chunk", "Completion", "Request"]
 
@@ -50,57 +53,70 @@ class Chunk:
 class Request:
     """The state of one request.  `run()` yields chunks; what was evaluated is recorded however it ends.
 
-    `prompt` is int32 [n], n >= 1.  `step` is held around every use of the context, never while a chunk is
-    handed out.  `should_stop` is asked before each batch of the prompt, in the middle of one, and before each further
-    token.  `begin` takes the lane, waiting for one if it must; `end` gives it back, and gets the tokens
-    that are in it if they are to be kept.
+    `prompt` is int32 [n], n >= 1; `namespace` the identity under which it is looked up, if `look_up`, and recorded,
+    if `keep`.  `room` cells for the answer are wanted before it begins.  `should_stop` is asked before each batch of
+    the prompt, in the middle of one that is evaluated alone, and before each further token.  Of waiting requests the
+    one with the highest `priority` comes first.
     """
 
     def __init__(
         self,
         prompt: Tokens,
         *,
-        cache: Cache,
-        context: ModelContext,
+        engine: Engine,
         model: Model,
         sampler: Sampler,
         stops: tuple[str, ...],
         max_tokens: int | None,
-        record: bool,
+        namespace: str,
+        keep: bool = True,
+        room: int = 1,
         message_starts: Sequence[int] = (),
         should_stop: Callable[[], bool] | None = None,
-        step: Callable[[Lease], AbstractContextManager[object]],
-        begin: Callable[[], Lease],
-        end: Callable[[Lease, Tokens | None], None],
+        priority: int = 0,
     ) -> None:
         self.generated: list[int] = []
         self.report = ReuseReport(prompt_tokens=len(prompt))
         self.finish_reason: str | None = None
-        self._prompt = prompt
-        self._cache = cache
-        self._context = context
+        self.tokens = prompt
+        self.namespace = namespace
+        self.keep = keep
+        self.room = room
+        self.message_starts = message_starts
+        self.should_stop = should_stop
+        self.priority = priority
+        self.sampler = sampler
+        # What the engine keeps of it while it runs.
+        self.lease: Lease | None = None
+        self.outbox: deque[Chunk] = deque()
+        self.error: BaseException | None = None
+        self.done = False
+        self.wanted = False  # somebody waits for the next chunk
+        self.thread = 0  # who asked last
+        self.pauses: list[int] = []
+        self.kept_at = 0  # length of the lane when its state was last kept
+        self.publish_at: int | None = None  # where somebody waits for what this one is evaluating
+        self.prefill_seconds = 0.0
+        self._engine = engine
         self._model = model
-        self._sampler = sampler
         self._max_tokens = max_tokens
-        self._keep = record
-        self._message_starts = message_starts
-        self._kept_at = 0  # length of the lane when its state was last kept
-        self._should_stop = should_stop
-        self._step = step
-        self._begin = begin
-        self._end = end
         self._text = TextStream(stops)
+        self._pending_text = ""
+        self._pending: list[int] = []
+        self._began = 0.0
         self._started = False
 
     @property
     def prompt(self) -> list[int]:
         """The prompt's tokens."""
-        return [int(token) for token in self._prompt]
+        return [int(token) for token in self.tokens]
 
     @property
     def text(self) -> str:
         """The answer so far, as far as it is final."""
         return self._text.text
+
+    # -- for whoever asks ---------------------------------------------------------------------------------
 
     def run(self) -> Generator[Chunk, None, None]:
         """Serve the request.  Closing the generator early keeps what was evaluated.  RuntimeError the second time."""
@@ -110,35 +126,19 @@ class Request:
         return self._serve()
 
     def _serve(self) -> Generator[Chunk, None, None]:
-        started = time.perf_counter()
-        lease: Lease | None = None
-        tokens: list[int] = []
-        text = ""
+        self.enter()
         try:
-            lease = self._begin()
-            self._note(lease)
-            token = self._prefill(lease)
-            if self.finish_reason != "stopped":
-                self.report.ttft_ms = 1e3 * (time.perf_counter() - started)
-            while token is not None:
-                text += self._accept(token, tokens)
-                if self.finish_reason is not None:
-                    break
-                if text:
-                    yield Chunk(text, tokens)
-                    text, tokens = "", []
-                if self._stopping():
-                    break
-                token = self._advance(lease, token)
-            yield Chunk(text + self._text.finish(), tokens, self.finish_reason, self.report)
+            while (chunk := self._engine.next(self)) is not None:
+                yield chunk
         finally:
-            self._sampler.close()
-            if lease is not None:
-                self._end(lease, self._path(lease) if self._keep else None)
+            self._engine.leave(self)
 
-    def _path(self, lease: Lease) -> Tokens:
-        """The tokens that the lane holds."""
-        return np.concatenate([self._prompt, np.array(self.generated, np.int32)])[: lease.length]
+    def enter(self) -> None:
+        """Take a place in the queue; `run` does it by itself.  Overloaded if it is full."""
+        if self._began == 0.0:
+            self._began = time.perf_counter()
+            self.thread = threading.get_ident()
+            self._engine.enter(self)
 
     def complete(self) -> Completion:
         """Serve the request to its end."""
@@ -146,122 +146,86 @@ class Request:
             pass
         return Completion(self.text, self.generated, self.finish_reason or "stop", self.report)
 
-    def _note(self, lease: Lease) -> None:
+    # -- for the engine -----------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """How many tokens its lane holds."""
+        return 0 if self.lease is None else self.lease.length
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether tokens of the prompt are still to be evaluated."""
+        return self.length < len(self.tokens)
+
+    def path(self, length: int | None = None) -> Tokens:
+        """Prompt and answer, or the first `length` tokens of them: int32 [n]."""
+        whole = np.concatenate([self.tokens, np.array(self.generated, np.int32)]) if self.generated else self.tokens
+        return whole if length is None else whole[:length]
+
+    def next_tokens(self, most: int) -> Tokens:
+        """What is to be evaluated next, at most `most` tokens, to the next pause at the farthest."""
+        begin = self.length
+        end = len(self.tokens) + len(self.generated)
+        end = min(end, begin + most)
+        end = next((pause for pause in self.pauses if begin < pause < end), end)
+        if self.publish_at is not None and begin < self.publish_at < end:
+            end = self.publish_at
+        return self.path()[begin:end]
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether the lane holds all of it, so that the next token can be chosen."""
+        return self.length == len(self.tokens) + len(self.generated)
+
+    def begun(self, lease: Lease) -> None:
+        """It has a lane, with what was restored."""
+        self.lease = lease
         report = self.report
         report.cached_tokens = lease.restored
-        report.evaluated_tokens = len(self._prompt) - lease.restored
+        report.evaluated_tokens = len(self.tokens) - lease.restored
         report.by_tier = dict(lease.by_tier)
         report.restore_ms = lease.restore_ms
         report.reason = lease.reason
         report.diverged_at = lease.diverged_at
 
-    def _prefill(self, lease: Lease) -> int | None:
-        """Evaluate what of the prompt was not restored; the first token of the answer, None if there is none."""
-        n = len(self._prompt)
-        token: int | None = None
-        seconds = 0.0
-        if lease.length == n and lease.logits is not None and self._max_tokens != 0:
-            token = self._choose(lease.logits)
-        with self._step(lease):
-            pauses = self._cache.stops(lease, self._prompt, self._message_starts) if self._keep else []
-        while lease.length < n and not self._stopping():
-            end = min(lease.length + self._context.sequences.n_batch, n)
-            end = next((pause for pause in pauses if lease.length < pause < end), end)
-            with self._step(lease):
-                began = time.perf_counter()
-                if not self._evaluate_or_stop(lease, self._prompt[lease.length : end], "last" if end == n else "none"):
-                    break
-                if end == n and self._max_tokens != 0:
-                    token = self._choose()
-                seconds += time.perf_counter() - began
-                if self._keep:
-                    self._keep_state(lease, end in pauses)
-        if self._max_tokens == 0 and self.finish_reason is None:
-            self.finish_reason = "length"
-        self.report.prefill_ms = 1e3 * seconds
-        if lease.length > lease.restored:
-            self._cache.speeds.prefilled(lease.length - lease.restored, seconds)
-        return token
+    @property
+    def wants_token(self) -> bool:
+        """Whether a token is to be chosen after the prompt; else it is evaluated, and that is all."""
+        return self._max_tokens != 0
 
-    def _keep_state(self, lease: Lease, pause: bool) -> None:
-        """Keep what cannot be had later: the logits after the prompt, and the state of the lane where it is of use."""
-        end = lease.length == len(self._prompt)
-        if end:
-            self._cache.note_logits(lease, self._context.logits, self._model.n_vocab)
-        if self._cache.is_of_use(end or pause):
-            self._cache.checkpoint(lease, self._prompt[: lease.length])
-        self._kept_at = lease.length
-
-    def _stopping(self) -> bool:
-        """Whether the request is to end here."""
-        if self._should_stop is None or not self._should_stop():
-            return False
-        self.finish_reason = "stopped"
-        return True
-
-    def _evaluate_or_stop(self, lease: Lease, tokens: Tokens, outputs: Literal["none", "last"]) -> bool:
-        """Evaluate `tokens`; False if the request was stopped in the middle of them, which are out again then."""
-        if self._should_stop is None:
-            self._evaluate(lease, tokens, outputs)
-            return True
-        with self._context.stop_when(self._should_stop) as stop:
-            try:
-                self._evaluate(lease, tokens, outputs)
-            except NativeError as error:
-                if error.code != ABORTED or not stop.said:
-                    raise
-                self.finish_reason = "stopped"
-                return False
-        return True
-
-    def _choose(self, logits: npt.NDArray[np.float32] | None = None) -> int | None:
-        token = self._sampler.sample(self._context, logits)
-        if token is None:  # the grammar has come to its end
-            self.finish_reason = "stop"
-        return token
-
-    def _accept(self, token: int, tokens: list[int]) -> str:
-        """Take a token into the answer; the text that became final."""
-        if self._model.is_end(token):
-            self.finish_reason = "stop"
-            return ""
+    def accept(self, token: int | None) -> None:
+        """Take the chosen token into the answer; None ends it (the grammar has come to its end)."""
+        if not self.generated and self.report.ttft_ms == 0.0:
+            self.report.ttft_ms = 1e3 * (time.perf_counter() - self._began)
+            self.report.prefill_ms = 1e3 * self.prefill_seconds
+        if token is None or self._model.is_end(token):
+            self.finish("stop")
+            return
         self.generated.append(token)
-        tokens.append(token)
-        text = self._text.feed(self._model.piece(token))
+        self._pending.append(token)
+        self._pending_text += self._text.feed(self._model.piece(token))
         if self._text.stopped:
-            self.finish_reason = "stop"
+            self.finish("stop")
         elif self._max_tokens is not None and len(self.generated) >= self._max_tokens:
-            self.finish_reason = "length"
-        return text
+            self.finish("length")
+        elif self._pending_text:
+            self._put(Chunk(self._pending_text, self._pending))
 
-    def _advance(self, lease: Lease, token: int) -> int | None:
-        """Evaluate `token` and choose the next; None where the context is full or the grammar ends."""
-        with self._step(lease):
-            began = time.perf_counter()
-            try:
-                self._evaluate(lease, np.array([token], np.int32), "last")
-            except ContextFull:
-                self.finish_reason = "length"
-                self.report.reason = "context_full"
-                return None
-            following = self._choose()  # which waits for the backend
-            self._cache.decoded(lease, time.perf_counter() - began)
-            if self._keep and self._cache.wants_checkpoint(lease, self._kept_at):
-                self._cache.checkpoint(lease, self._path(lease))
-                self._kept_at = lease.length
-            return following
+    def _put(self, chunk: Chunk) -> None:
+        self.outbox.append(chunk)
+        self._pending_text, self._pending = "", []
 
-    def _evaluate(self, lease: Lease, tokens: Tokens, outputs: Literal["none", "last"]) -> None:
-        """Decode `tokens` at the end of the lane.  Room is made before; if llama.cpp finds none all the same, again."""
-        self._cache.reserve(len(tokens))
-        code = 0
-        try:
-            while (code := self._context.sequences.decode(lease.lane, lease.length, tokens, outputs)) == 1:
-                if not self._cache.space.evict_resident("decode"):
-                    raise ContextFull(f"llama.cpp found no room for {len(tokens)} tokens, and nothing can leave")
-            if code != 0:
-                raise NativeError(f"evaluating {len(tokens)} tokens at {lease.length} failed with {code}", code)
-        except BaseException:
-            self._cache.undo(lease, code)
-            raise
-        lease.length += len(tokens)
+    def finish(self, reason: str) -> None:
+        """It is at its end; the last chunk says why."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.report.prefill_ms = 1e3 * self.prefill_seconds
+            self._put(Chunk(self._pending_text + self._text.finish(), self._pending, reason, self.report))
+
+    def stopping(self) -> bool:
+        """Whether `should_stop` says so; the request is finished then."""
+        if self.should_stop is None or not self.should_stop():
+            return False
+        self.finish("stopped")
+        return True

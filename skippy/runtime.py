@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -14,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from skippy._binding import BUILD, VERSION
-from skippy.cache import Cache, Lease
+from skippy.cache import Cache
 from skippy.capability import Capability
 from skippy.config import Adapter as AdapterIdentity
 from skippy.config import CacheConfig, ResidentCacheConfig, StageConfig
-from skippy.errors import LanesBusy, PromptTooLong
+from skippy.engine import Engine
+from skippy.errors import PromptTooLong
 from skippy.identity import KvIdentity, MessageBase
 from skippy.metrics import prometheus_text
 from skippy.model import AdapterFile, Model
@@ -29,6 +28,7 @@ from skippy.request import Chunk, Completion, Request
 from skippy.sampling import Sampler
 from skippy.session import Session
 from skippy.starts import message_starts
+from skippy.steps import Steps
 from skippy.template import ChatTemplate, Message
 from skippy.text import as_stops
 
@@ -81,16 +81,14 @@ class Runtime:
         chat_template: str | None = None,
         cache: CacheConfig | None = None,
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
+        queue: int = 256,
+        prompt_budget: int = 128,
     ) -> None:
-        self._closed = False
-        self._stepping = False
-        self._lock = threading.Condition()
-        self._owners: dict[int, int] = {}  # lane -> the thread that used it last
-        self._waiting: list[int] = []  # threads that wait for a lane
-        self._ended: list[tuple[Lease, Tokens | None]] = []
+        self._steps = Steps("Runtime")
         config = CacheConfig() if cache is None else cache
-        if lanes < 1:
-            raise ValueError(f"lanes is {lanes}, expected at least 1")
+        for name, value in (("lanes", lanes), ("queue", queue), ("prompt_budget", prompt_budget)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
         adapters = tuple(AdapterFile.read(spec) for spec in lora)
         self.n_threads = _usable_cpus() if n_threads is None else n_threads
         self.model = Model(model_path, n_gpu_layers=n_gpu_layers)
@@ -137,7 +135,10 @@ class Runtime:
             self.model.close()
             raise
         try:
-            self._attach(config, stage, caps, residents, on_event)
+            self._attach(config, stage, caps, residents, None if on_event is None else self._steps.event(on_event))
+            self.engine = Engine(
+                self.cache, self.context, self._steps, lanes=lanes, queue=queue, prompt_budget=prompt_budget
+            )
         except BaseException:
             self.context.close()
             self.model.close()
@@ -145,7 +146,6 @@ class Runtime:
         self._template: ChatTemplate | None = None
         self._template_source = chat_template
         self._namespaces: dict[str, str] = {}
-        self._lanes = lanes
 
     def _attach(
         self,
@@ -212,6 +212,7 @@ class Runtime:
         cache_prompt: bool = True,
         message_starts: Sequence[int] = (),
         should_stop: Callable[[], bool] | None = None,
+        priority: int = 0,
     ) -> Request:
         """A request that has not begun: `run()` it for chunks, or `complete()` it.
 
@@ -244,18 +245,17 @@ class Runtime:
         )
         return Request(
             tokens,
-            cache=self.cache,
-            context=self.context,
+            engine=self.engine,
             model=self.model,
             sampler=sampler,
             stops=stops,
             max_tokens=max_tokens,
-            record=cache_prompt,
+            namespace=self.namespace_hash(namespace),
+            keep=cache_prompt,
+            room=room,
             message_starts=message_starts,
             should_stop=should_stop,
-            step=self._step,
-            begin=lambda: self._begin(namespace, tokens, cache_prompt, room),
-            end=self._end,
+            priority=priority,
         )
 
     def chat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, **options: Any) -> Any:
@@ -386,81 +386,25 @@ class Runtime:
             log.warning("the prompt begins with two BOS tokens; it shares nothing with the same prompt with one")
         return np.array(tokens, np.int32)  # a copy: the caller may use its buffer for the next prompt
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("this Runtime is closed")
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._steps.closed
 
-    @contextmanager
-    def _step(self, lease: Lease | None = None) -> Iterator[None]:
-        """One use of the cache and the context; of `lease`, if given, whose lane now belongs to this thread."""
-        with self._lock:
-            self._check_open()
-            if self._stepping:
-                raise RuntimeError("this Runtime is being used from within one of its own calls (an on_event callback)")
-            if lease is not None:
-                self._owners[lease.lane] = threading.get_ident()
-            self._stepping = True
-            try:
-                yield
-            finally:
-                self._drain()
-                self._stepping = False
-
-    def _drain(self) -> None:
-        """End what the garbage collector closed in the middle of a step of this very thread."""
-        while self._ended:
-            self._finish(*self._ended.pop())
-
-    def _begin(self, namespace: str, tokens: Tokens, reuse: bool, room: int) -> Lease:
-        me = threading.get_ident()
-        with self._lock:
-            self._waiting.append(me)
-            try:
-                while True:
-                    with self._step():
-                        found = self.cache.begin(self.namespace_hash(namespace), tokens, reuse=reuse, room=room)
-                    if found is not None:
-                        self._owners[found.lane] = me
-                        return found
-                    if set(self._owners.values()) <= set(self._waiting):
-                        raise LanesBusy(f"all {self._lanes} lanes are held by streams that nobody else can end")
-                    self._lock.wait()
-            finally:
-                self._waiting.remove(me)
-                self._lock.notify_all()  # a lane that this one did not take is there for the next
-
-    def _end(self, lease: Lease, path: Tokens | None) -> None:
-        with self._lock:
-            if self._closed:  # the lane went with the context
-                return
-            self._ended.append((lease, path))
-            if self._stepping:  # a stream that was closed within a step: the step's end sees to it
-                return
-            self._stepping = True
-            try:
-                self._drain()
-            finally:
-                self._stepping = False
-
-    def _finish(self, lease: Lease, path: Tokens | None) -> None:
-        try:
-            if path is not None:
-                self.cache.record(lease, path)
-        finally:
-            self.cache.end(lease)
-            self._owners.pop(lease.lane, None)
-            self._lock.notify_all()
+    def _step(self) -> Steps:
+        """One use of the cache and the context: `with self._step():`."""
+        return self._steps
 
     def close(self) -> None:
         """Free the context and the model.  Open streams cannot go on.  Closing twice does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        if self._steps.closed:
+            return
+        with self._steps:
+            self._steps.close()
             self.cache.close()
             self.context.close()
             self.model.close()
-            self._lock.notify_all()
+        self.engine.wake()
 
     def __enter__(self) -> Runtime:
         return self

@@ -69,17 +69,19 @@ class Sampler:
             raise ValueError(f"grammar is not GBNF that llama.cpp can parse: {text[:80]!r}")
         return sampler
 
-    def sample(self, context: ModelContext, logits: npt.NDArray[np.float32] | None = None) -> int | None:
-        """The token chosen from `logits` (float32 [n_vocab]), or from the last ones of `context`.
+    def sample(
+        self, context: ModelContext, index: int = -1, logits: npt.NDArray[np.float32] | None = None
+    ) -> int | None:
+        """The token chosen from `logits` (float32 [n_vocab]), or from those at `index` of the last batch; -1: the last.
 
         The chain takes note of it.  None where the grammar allows nothing any more: llama.cpp would end the process on
         whatever is chosen then.
         """
         if self._grammar is None and logits is None:
-            return int(lib.llama_sampler_sample(self._chain.live, context.live, -1))
+            return int(lib.llama_sampler_sample(self._chain.live, context.live, index))
         candidates = np.zeros(self._n_vocab, _CANDIDATE)
         candidates["id"] = np.arange(self._n_vocab)
-        candidates["logit"] = context.logits() if logits is None else logits
+        candidates["logit"] = context.logits(index) if logits is None else logits
         array = lib.llama_token_data_array(candidates.ctypes.data_as(lib.llama_token_data_p), self._n_vocab, -1, False)
         if self._grammar is not None:
             lib.llama_sampler_apply(self._grammar.live, ctypes.byref(array))

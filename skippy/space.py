@@ -30,9 +30,9 @@ class Space:
     """Owns what the tree points at: residents in `pool`, and on the `shelf` what is saved in `store`.
 
     `lane_cells()` tells how many cells running requests hold that the tree does not know of, `held_cells()` how
-    many of the tree's each of them shares; `keep_saved` is False where nothing is to be saved (payload "resident-kv").
-    `bytes_per_cell` is what one token takes when it is saved.  What leaves is chosen by worth, else the least recent
-    does; what is cut keeps at least `min_tokens`.
+        hopeless = self.cells_in_use + spoken_for - at_most > self.pool.n_cells
+        while (over := self.cells_in_use + spoken_for - self.pool.n_cells) > 0:
+            if hopeless or not self.evict_resident("cells", over):
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Space:
         *,
         lane_cells: Callable[[], int],
         held_cells: Callable[[], Iterable[int]] = tuple,
+        promised_cells: Callable[[], int] = lambda: 0,
         keep_saved: bool,
         emit: Emit,
         speeds: Speeds | None = None,
@@ -78,6 +79,7 @@ class Space:
         self.evictions, self.failures = self.shelf.evictions, self.shelf.failures
         self._lane_cells = lane_cells
         self._held_cells = held_cells
+        self._promised_cells = promised_cells
         self._emit = emit
         self.bytes_per_cell = bytes_per_cell
 
@@ -95,9 +97,10 @@ class Space:
 
     def make_cells(self, needed: int) -> None:
         """Let unlocked residents leave until `needed` more cells are free.  ContextFull if that is not enough."""
+        spoken_for = needed + self._promised_cells()
         at_most = self.tree.cells - max(self._held_cells(), default=0)  # could leave, if nothing else were locked
-        hopeless = self.cells_in_use + needed - at_most > self.pool.n_cells
-        while (over := self.cells_in_use + needed - self.pool.n_cells) > 0:
+        hopeless = self.cells_in_use + spoken_for - at_most > self.pool.n_cells
+        while (over := self.cells_in_use + spoken_for - self.pool.n_cells) > 0:
             if hopeless or not self.evict_resident("cells", over):
                 raise ContextFull(
                     f"{needed} cells are needed, {self.pool.n_cells - self.cells_in_use} of {self.pool.n_cells} are "

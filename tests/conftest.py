@@ -89,7 +89,7 @@ def open_runtime(smol_path: Path) -> Iterator[Callable[..., skippy.Runtime]]:
 
     yield open_
     for runtime in opened:
-        if not runtime._closed:
+        if not runtime.closed:
             runtime.check()
         runtime.close()
 

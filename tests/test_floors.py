@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "skippy"
 
 FLOORS = [
-    {"errors", "_binding", "settings", "sizes", "policy", "logs"},
+    {"errors", "_binding", "settings", "sizes", "policy", "logs", "steps"},
     {
         "_radix",
         "_llama",
@@ -28,7 +28,7 @@ FLOORS = [
     },
     {"pool", "segments", "probe", "model", "plan", "lease", "stops", "starts"},
     {"usage", "leaving", "shelf", "space", "restorer", "recorder", "cache", "sampling", "template"},
-    {"request", "session", "runtime", "prefix_cache", "llama_turns", "llama_calls", "llama_context"},
+    {"request", "engine", "session", "runtime", "prefix_cache", "llama_turns", "llama_calls", "llama_context"},
     {"llama", "llama_lane", "llama_cache", "demo", "commands", "cli", "__init__"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -683,7 +683,7 @@ def test_closing_wakes_those_who_wait_for_a_lane(open_runtime: Open) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not rt._waiting:
+    while not rt.engine.waiting:
         thread.join(0.01)
     rt.close()
     thread.join(30)
@@ -741,7 +741,7 @@ def test_a_stream_that_the_garbage_collector_closes_in_the_middle_of_a_step(open
         gc.enable()
     assert "restore" in seen
     rt.check()
-    assert not rt._owners
+    assert not rt.engine.running
     assert rt.generate([*words(30, 2), 7], max_tokens=1).reuse.cached_tokens == 30  # what the stream had evaluated
 
 
@@ -822,7 +822,7 @@ def test_what_should_stop_raises_ends_the_request(open_runtime: Open, at: int) -
     with pytest.raises(KeyboardInterrupt):
         rt.generate(words(200), max_tokens=4, should_stop=should_stop)
     rt.check()
-    assert not rt._owners
+    assert not rt.engine.running
     assert rt.generate(words(200), max_tokens=1).reuse.cached_tokens % 64 == 0
 
 

@@ -1,0 +1,466 @@
+"""The decode loop: lanes, the queue before them, and what goes into each batch.
+
+There is no thread of its own.  Whoever waits for a chunk takes a step for everybody: admits who waits for a lane,
+puts the next token of each lane and some tokens of new prompts into one batch, evaluates it, and hands the chunks out.
+Steps are taken one at a time, in the order in which threads come.  A stream that nobody reads does not go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from skippy.cache import Cache
+from skippy.errors import ContextFull, LanesBusy, NativeError, Overloaded
+from skippy.model import ABORTED, ModelContext
+from skippy.request import Chunk, Request, Tokens
+from skippy.steps import Steps
+
+__all__ = ["Engine"]
+
+log = logging.getLogger("skippy")
+
+_AHEAD = 1
+"""Chunks that a lane may be ahead of its reader while others run: else two readers would take turns, not share."""
+
+
+@dataclass
+class _Item:
+    """The tokens of one request in a batch; `index` is that of its last token."""
+
+    request: Request
+    tokens: Tokens
+    outputs: Literal["none", "last"]
+    index: int = -1
+
+
+class Engine:
+    """Evaluates requests on the lanes of `cache`, up to `queue` more wait.
+
+    While lanes are decoding, prompts get `prompt_budget` tokens of each batch, so that a long one does not stop the
+    others.  `steps` is held around every use of cache and context.
+    """
+
+    def __init__(
+        self, cache: Cache, context: ModelContext, steps: Steps, *, lanes: int, queue: int, prompt_budget: int
+    ) -> None:
+        self.cache = cache
+        self.context = context
+        self.steps = steps
+        self.lanes = lanes
+        self.queue = queue
+        self.prompt_budget = prompt_budget
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.refused = 0
+        self._changed = threading.Condition()
+        self._version = 0
+        self._idle: set[int] = set()  # threads that can do nothing but wait
+
+    # -- for whoever asks ---------------------------------------------------------------------------------
+
+    def enter(self, request: Request) -> None:
+        """Put a request into the queue.  Overloaded if it is full; nothing has been touched then."""
+        with self.steps:
+            free = self.lanes - len(self.running)
+            if len(self.waiting) >= self.queue + free:
+                self.refused += 1
+                raise Overloaded(len(self.waiting), self._retry_after())
+            self.waiting.append(request)
+            self.waiting.sort(key=lambda each: -each.priority)  # which keeps the order of those of one priority
+        self._bump()
+
+    def _retry_after(self) -> float | None:
+        """Seconds until a place in the queue is free, if prompts take as long as they did."""
+        speed = self.cache.speeds.prefill
+        if speed is None:
+            return None
+        return sum(len(request.tokens) for request in self.waiting) / speed / max(1, len(self.waiting))
+
+    def next(self, request: Request) -> Chunk | None:
+        """The next chunk of `request`, for which steps are taken; None at its end.
+
+        Raises what ended it: ContextFull, NativeError, LanesBusy, or what its callbacks raised.
+        """
+        me = threading.get_ident()
+        request.thread, request.wanted = me, True
+        self._bump()
+        try:
+            while True:
+                with self.steps:
+                    version = self._version
+                    if request.outbox:
+                        return request.outbox.popleft()
+                    if request.error is not None:
+                        raise request.error
+                    if request.done:
+                        return None
+                    progressed = self._step()
+                    if not progressed:
+                        self._check_stuck(request, me)
+                if not progressed:
+                    self._wait(me, version)
+        finally:
+            request.wanted = False
+            with self._changed:
+                self._idle.discard(me)
+
+    def leave(self, request: Request) -> None:
+        """The request is over, or given up: what was evaluated is kept, and its lane is free."""
+        if self.steps.inside:  # a stream that the garbage collector closes in the middle of a step of this thread
+            self.steps.later(lambda: self.leave(request))
+            return
+        if self.steps.closed:
+            return
+        with self.steps:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            self._retire(request)
+        self._bump()
+
+    # -- waiting ------------------------------------------------------------------------------------------
+
+    def _bump(self) -> None:
+        with self._changed:
+            self._version += 1
+            if self._idle:
+                self._changed.notify_all()
+
+    def _wait(self, me: int, version: int) -> None:
+        """Wait until something has changed since `version`."""
+        with self._changed:
+            if self._version != version:
+                return
+            if me not in self._idle:
+                self._idle.add(me)
+                self._version += 1  # whoever waits looks again whether anybody is left who can go on
+                self._changed.notify_all()
+            version = self._version
+            while self._version == version and not self.steps.closed:
+                self._changed.wait()
+
+    def wake(self) -> None:
+        """Let everybody who waits look again; the runtime is being closed."""
+        with self._changed:
+            self._version += 1
+            self._changed.notify_all()
+
+    def _check_stuck(self, request: Request, me: int) -> None:
+        """Raise where nobody can go on: the streams that hold the lanes belong to threads that wait themselves."""
+        if request not in self.waiting:
+            return
+        with self._changed:
+            others = {each.thread for each in self.running} - self._idle - {me}
+        if others:
+            return
+        self.waiting.remove(request)
+        if request.error is not None:
+            raise request.error
+        raise LanesBusy(f"all {self.lanes} lanes are held by streams that nobody else can end")
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Admit who waits and evaluate one batch; whether anything went on."""
+        admitted = self._admit()
+        ready = [request for request in self.running if self._is_ready(request)]
+        stopped = [request for request in ready if self._stops(request)]
+        for request in stopped:
+            self._retire(request)
+        items = self._choose([request for request in ready if request not in stopped])
+        if items:
+            self._evaluate(items)
+        return bool(admitted or stopped or items)
+
+    def _is_ready(self, request: Request) -> bool:
+        if request.finish_reason is not None or request.error is not None:
+            return False
+        ahead = len(self.running) > 1 and len(request.outbox) < _AHEAD
+        return (request.wanted and not request.outbox) or ahead or request.publish_at is not None
+
+    def _stops(self, request: Request) -> bool:
+        try:
+            return request.stopping()
+        except BaseException as error:  # noqa: BLE001 - its caller's code, which another thread may be running
+            request.error = error
+            return True
+
+    def _admit(self) -> bool:
+        """Give lanes to requests that wait, in order; whether any got one."""
+        admitted = False
+        for request in list(self.waiting):
+            if len(self.running) >= self.lanes:
+                break
+            if self._evaluated_by_another(request):
+                continue
+            try:
+                lease = self.cache.begin(request.namespace, request.tokens, reuse=request.keep, room=request.room)
+            except ContextFull as error:
+                if self.running:  # those who hold the cells may end; who came later may not go before
+                    request.error = error
+                    break
+                self._fail(request, error)
+                admitted = True
+                continue
+            except BaseException as error:
+                self._fail(request, error)
+                raise
+            if lease is None:
+                break
+            self.waiting.remove(request)
+            request.error = None
+            request.begun(lease)
+            lease.promised = len(request.tokens) - lease.length
+            self.running.append(request)
+            admitted = True
+            self._begin(request)
+        return admitted
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        request.error = error
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    def _begin(self, request: Request) -> None:
+        """What a request needs before its first batch."""
+        lease = request.lease
+        assert lease is not None
+        if request.keep:
+            request.pauses = self.cache.stops(lease, request.tokens, request.message_starts)
+        if request.evaluated:
+            if not request.wants_token:
+                request.finish("length")
+                self._retire(request)
+            elif lease.logits is not None:
+                self._accept(request, -1, lease.logits)
+
+    def _evaluated_by_another(self, request: Request) -> bool:
+        """Whether to wait because a running request is evaluating the head of this prompt; it is told to publish it."""
+        cache = self.cache
+        if not request.keep or cache.off or cache.config.mode != "lookup-record":
+            return False
+        held = -1
+        for other in self.running:
+            if not other.keep or other.namespace != request.namespace or not other.in_prompt:
+                continue
+            common = _common(request.tokens, other.tokens)
+            if held < 0:
+                held = cache.lookup(request.namespace, request.tokens)
+            if common - held < max(1, cache.config.min_tokens):
+                continue
+            if common <= other.length:
+                if cache.capability.residents:
+                    self._publish(other)
+                continue
+            other.publish_at = min(common, other.publish_at or common)
+            return True
+        return False
+
+    def _publish(self, request: Request) -> None:
+        """Record what a running request has evaluated so far, for somebody who waits for it."""
+        request.publish_at = None
+        assert request.lease is not None
+        self.cache.record(request.lease, request.path(request.length))
+
+    def _choose(self, ready: list[Request]) -> list[_Item]:
+        """The next batch: a token of each lane that decodes, and tokens of prompts in the order they came."""
+        items = []
+        for request in ready:
+            if request.evaluated:  # its logits were lost, because a step was interrupted: once more from zero
+                assert request.lease is not None
+                self.cache.restorer.clean(request.lease)
+        decoding = [request for request in ready if not request.in_prompt]
+        room = self.context.sequences.n_batch - len(decoding)
+        budget = min(room, self.prompt_budget) if decoding else room
+        for request in decoding:
+            items.append(self._item(request, 1))
+        for request in ready:
+            if request.in_prompt and budget > 0:
+                items.append(self._item(request, budget))
+                budget -= len(items[-1].tokens)
+        return self._with_room(items)
+
+    @staticmethod
+    def _item(request: Request, most: int) -> _Item:
+        tokens = request.next_tokens(most)
+        ends = request.length + len(tokens) == len(request.tokens) + len(request.generated)
+        return _Item(request, tokens, "last" if ends else "none")
+
+    def _with_room(self, items: list[_Item]) -> list[_Item]:
+        """Those for whose tokens there are cells; an answer for which there are none is at its end."""
+        kept: list[_Item] = []
+        total = 0
+        for item in items:
+            request, n = item.request, len(item.tokens)
+            assert request.lease is not None
+            request.lease.promised = max(0, request.lease.promised - n)
+            try:
+                self.cache.reserve(total + n)
+            except ContextFull as error:
+                self._out_of_room(request, error)
+                continue
+            kept.append(item)
+            total += n
+        return kept
+
+    def _out_of_room(self, request: Request, error: ContextFull) -> None:
+        if request.in_prompt:
+            request.error = error
+        else:
+            request.report.reason = "context_full"
+            request.finish("length")
+        self._retire(request)
+
+    # -- a batch ------------------------------------------------------------------------------------------
+
+    def _evaluate(self, items: list[_Item]) -> None:
+        began = time.perf_counter()
+        done = self._decode(items)
+        if not done and len(items) > 1:  # one of them is to blame, or there is too little room: each by itself
+            for item in items:
+                if item.request.error is None and item.request.finish_reason is None:
+                    self._evaluate([item])
+            return
+        if not done:
+            return
+        index = -1
+        for item in items:
+            lease = item.request.lease
+            assert lease is not None
+            lease.length += len(item.tokens)
+            index += len(item.tokens)
+            item.index = index if len(items) > 1 else -1
+        prompts = [item for item in items if item.request.length <= len(item.request.tokens)]
+        for item in items:
+            if item.outputs == "last":
+                self._chosen(item)
+        seconds = time.perf_counter() - began
+        self._note(items, prompts, seconds)
+        for item in items:
+            self._keep_state(item.request)
+        for item in items:
+            if item.request.finish_reason is not None or item.request.error is not None:
+                self._retire(item.request)
+
+    def _note(self, items: list[_Item], prompts: list[_Item], seconds: float) -> None:
+        """Learn from a batch what evaluating costs, where it says so."""
+        for item in prompts:
+            item.request.prefill_seconds += seconds
+        if len(prompts) == len(items):
+            self.cache.speeds.prefilled(sum(len(item.tokens) for item in items), seconds)
+        elif len(items) == 1 and items[0].request.lease is not None:
+            self.cache.decoded(items[0].request.lease, seconds)
+
+    def _decode(self, items: list[_Item]) -> bool:
+        """Evaluate a batch.  False if it failed: no lane has anything of it then, and one by itself has its error."""
+        request = items[0].request
+        alone = len(items) == 1
+        code = 0
+        asking: Any = nullcontext()
+        if alone and request.in_prompt and request.should_stop is not None:
+            asking = self.context.stop_when(request.should_stop)
+        try:
+            with asking as stop:
+                while (code := self._call(items)) == 1:
+                    if not self.cache.space.evict_resident("decode"):
+                        n = sum(len(item.tokens) for item in items)
+                        raise ContextFull(f"llama.cpp found no room for {n} tokens, and nothing can leave")
+                if code != 0:
+                    n, at = len(items[0].tokens), request.length
+                    raise NativeError(f"evaluating {n} tokens at {at} failed with {code}", code)
+        except BaseException as error:
+            for item in items:
+                lease = item.request.lease
+                assert lease is not None
+                self.cache.undo(lease, code)
+            if alone:
+                self._failed(request, error, stopped=code == ABORTED and stop is not None and stop.said)
+            elif not isinstance(error, Exception):
+                raise
+            else:
+                log.warning("a batch of %d requests failed, each is evaluated by itself: %s", len(items), error)
+            return False
+        return True
+
+    def _call(self, items: list[_Item]) -> int:
+        sequences = self.context.sequences
+        parts: list[tuple[int, int, Any, Literal["none", "last", "all"]]] = []
+        for item in items:
+            lease = item.request.lease
+            assert lease is not None
+            parts.append((lease.lane, lease.length, item.tokens, item.outputs))
+        return sequences.decode(*parts[0]) if len(parts) == 1 else sequences.decode_many(parts)
+
+    def _failed(self, request: Request, error: BaseException, *, stopped: bool) -> None:
+        if stopped and isinstance(error, NativeError):
+            request.finish("stopped")
+        elif isinstance(error, ContextFull):
+            self._out_of_room(request, error)
+            return
+        else:
+            request.error = error
+        self._retire(request)
+
+    def _chosen(self, item: _Item) -> None:
+        """The lane of a request holds all of it: choose its next token."""
+        request = item.request
+        lease = request.lease
+        assert lease is not None
+        if request.keep and not request.generated:
+            self.cache.note_logits(lease, lambda: self.context.logits(item.index), self.context.model.n_vocab)
+        if request.wants_token:
+            self._accept(request, item.index)
+        else:
+            request.finish("length")
+
+    def _accept(self, request: Request, index: int, logits: Any = None) -> None:
+        try:
+            request.accept(request.sampler.sample(self.context, index, logits))
+        except BaseException as error:  # noqa: BLE001 - it is this request's alone, and another thread may be here
+            request.error = error
+
+    def _keep_state(self, request: Request) -> None:
+        """Keep what cannot be had later, and what somebody waits for."""
+        lease = request.lease
+        if not request.keep or lease is None or lease.length == 0:
+            return
+        n = lease.length
+        if n <= len(request.tokens):
+            if self.cache.is_of_use(n in request.pauses or n == len(request.tokens)):
+                self.cache.checkpoint(lease, request.path(n))
+            request.kept_at = n
+        elif self.cache.wants_checkpoint(lease, request.kept_at):
+            self.cache.checkpoint(lease, request.path(n))
+            request.kept_at = n
+        if request.publish_at is not None and n >= request.publish_at:
+            self._publish(request)
+
+    def _retire(self, request: Request) -> None:
+        """Record what its lane holds, if it is to be kept, and free the lane.  Twice does nothing."""
+        request.done = True
+        request.sampler.close()
+        if request not in self.running:
+            return
+        self.running.remove(request)
+        lease = request.lease
+        assert lease is not None
+        lease.promised = 0
+        try:
+            if request.keep:
+                self.cache.record(lease, request.path(lease.length))
+        finally:
+            self.cache.end(lease)
+        self._bump()
+
+
+def _common(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens two prompts share, at most all but one of the first."""
+    n = min(len(a) - 1, len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n
