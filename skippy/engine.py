@@ -26,8 +26,8 @@ __all__ = ["Engine"]
 
 log = logging.getLogger("skippy")
 
-_AHEAD = 1
-"""Chunks that a lane may be ahead of its reader while others run: else two readers would take turns, not share."""
+_AHEAD = 4
+"""Chunks that a lane may be ahead of its reader while others run: else readers would take turns, not share batches."""
 
 
 @dataclass
@@ -62,6 +62,7 @@ class Engine:
         self._changed = threading.Condition()
         self._version = 0
         self._idle: set[int] = set()  # threads that can do nothing but wait
+        self._leader: int | None = None  # the thread that takes the steps
 
     # -- for whoever asks ---------------------------------------------------------------------------------
 
@@ -83,33 +84,49 @@ class Engine:
             return None
         return sum(len(request.tokens) for request in self.waiting) / speed / max(1, len(self.waiting))
 
-    def next(self, request: Request) -> Chunk | None:
-        """The next chunk of `request`, for which steps are taken; None at its end.
+    def next(self, request: Request, *, whole: bool = False) -> Chunk | None:
+        """The next chunk of `request`, None at its end; with `whole` nothing before its end.
 
-        Raises what ended it: ContextFull, NativeError, LanesBusy, or what its callbacks raised.
+        One of those who ask leads: it takes steps for everybody until it has what it asked for.  Raises what ended the
+        request: ContextFull, NativeError, LanesBusy, or what its callbacks raised.
         """
         me = threading.get_ident()
-        request.thread, request.wanted = me, True
+        self.steps.check()
+        request.thread, request.wanted, request.whole = me, True, whole
         self._bump()
         try:
             while True:
-                with self.steps:
-                    version = self._version
-                    if request.outbox:
-                        return request.outbox.popleft()
-                    if request.error is not None:
-                        raise request.error
-                    if request.done:
-                        return None
-                    progressed = self._step()
-                    if not progressed:
-                        self._check_stuck(request, me)
-                if not progressed:
-                    self._wait(me, version)
+                with self._changed:
+                    while not request.has_news and self._leader is not None and not self.steps.closed:
+                        self._changed.wait()
+                    if not request.has_news:
+                        self._leader = me
+                if request.has_news:
+                    return request.take_news()
+                self._lead(request, me)
         finally:
             request.wanted = False
             with self._changed:
                 self._idle.discard(me)
+
+    def _lead(self, request: Request, me: int) -> None:
+        """Take steps until there is news of `request`, or nothing goes on; then wait until something has changed."""
+        progressed = True
+        version = 0
+        try:
+            while progressed and not request.has_news:
+                with self.steps:
+                    version = self._version
+                    progressed = self._step()
+                    if not progressed:
+                        self._check_stuck(request, me)
+                self._bump()
+        finally:
+            with self._changed:
+                self._leader = None
+                self._changed.notify_all()
+        if not progressed:
+            self._wait(me, version)
 
     def leave(self, request: Request) -> None:
         """The request is over, or given up: what was evaluated is kept, and its lane is free."""
@@ -129,13 +146,12 @@ class Engine:
     def _bump(self) -> None:
         with self._changed:
             self._version += 1
-            if self._idle:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _wait(self, me: int, version: int) -> None:
         """Wait until something has changed since `version`."""
         with self._changed:
-            if self._version != version:
+            if self._version != version + 1:  # the one is the end of the step in which nothing went on
                 return
             if me not in self._idle:
                 self._idle.add(me)
@@ -182,7 +198,8 @@ class Engine:
         if request.finish_reason is not None or request.error is not None:
             return False
         ahead = len(self.running) > 1 and len(request.outbox) < _AHEAD
-        return (request.wanted and not request.outbox) or ahead or request.publish_at is not None
+        asked = request.wanted and (request.whole or not request.outbox)
+        return asked or ahead or request.publish_at is not None
 
     def _stops(self, request: Request) -> bool:
         try:
@@ -247,7 +264,7 @@ class Engine:
             return False
         held = -1
         for other in self.running:
-            if not other.keep or other.namespace != request.namespace or not other.in_prompt:
+            if not other.keep or other.namespace != request.namespace:
                 continue
             common = _common(request.tokens, other.tokens)
             if held < 0:
@@ -255,8 +272,9 @@ class Engine:
             if common - held < max(1, cache.config.min_tokens):
                 continue
             if common <= other.length:
-                if cache.capability.residents:
+                if cache.capability.residents:  # else nothing can be cut out of it
                     self._publish(other)
+                    held = cache.lookup(request.namespace, request.tokens)
                 continue
             other.publish_at = min(common, other.publish_at or common)
             return True

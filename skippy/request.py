@@ -92,6 +92,7 @@ class Request:
         self.error: BaseException | None = None
         self.done = False
         self.wanted = False  # somebody waits for the next chunk
+        self.whole = False  # for all of it
         self.thread = 0  # who asked last
         self.pauses: list[int] = []
         self.kept_at = 0  # length of the lane when its state was last kept
@@ -141,10 +142,29 @@ class Request:
             self._engine.enter(self)
 
     def complete(self) -> Completion:
-        """Serve the request to its end."""
-        for _ in self.run():
-            pass
+        """Serve the request to its end.  RuntimeError the second time."""
+        if self._started:
+            raise RuntimeError("this request has been run; make another one")
+        self._started = True
+        self.enter()
+        try:
+            self._engine.next(self, whole=True)
+        finally:
+            self._engine.leave(self)
         return Completion(self.text, self.generated, self.finish_reason or "stop", self.report)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether who waits for it can go on."""
+        return self.done or self.error is not None or bool(self.outbox and not self.whole)
+
+    def take_news(self) -> Chunk | None:
+        """The next chunk, None at the end; raises what ended it."""
+        if self.outbox and not self.whole:
+            return self.outbox.popleft()
+        if self.error is not None:
+            raise self.error
+        return None
 
     # -- for the engine -----------------------------------------------------------------------------------
 
