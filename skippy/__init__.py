@@ -8,11 +8,13 @@ from skippy.errors import (
     Locked,
     ModelError,
     NativeError,
+    Overloaded,
     PromptTooLong,
     SkippyError,
     StaleHandle,
     StateError,
 )
+from skippy.holding import Pin
 from skippy.llama import Llama, PrefixCache
 from skippy.llama_cache import LlamaPrefixCache
 from skippy.report import Explanation, ReuseReport
@@ -35,6 +37,8 @@ __all__ = [
     "Locked",
     "ModelError",
     "NativeError",
+    "Overloaded",
+    "Pin",
     "PrefixCache",
     "PromptTooLong",
     "ReuseReport",

@@ -28,7 +28,7 @@ from skippy.recorder import Recorder
 from skippy.report import TIERS, Explanation
 from skippy.restorer import Failure, LaneLost, Restorer
 from skippy.segments import Logits, RamStore
-from skippy.shelf import KINDS
+from skippy.shelf import ALL_KINDS, KINDS
 from skippy.space import Space
 from skippy.speeds import Speeds
 from skippy.stops import prefill_stops
@@ -431,6 +431,11 @@ class Cache:
         if self.config.mode in ("disabled", "record"):
             return "disabled"
         return "no_checkpoint" if self.unable else None
+
+    @property
+    def entries(self) -> int:
+        """How many residents, segments, checkpoints and logits there are."""
+        return sum(self.tree.count(kind) for kind in ALL_KINDS)
 
     def close(self) -> None:
         """Give the memory of saved state back.  The context goes with its owner; nothing can be asked afterwards."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,6 +60,7 @@ class Engine:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.refused = 0
+        self.at_each_step: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._version = 0
         self._idle: set[int] = set()  # threads that can do nothing but wait
@@ -184,6 +186,7 @@ class Engine:
 
     def _step(self) -> bool:
         """Admit who waits and evaluate one batch; whether anything went on."""
+        self.at_each_step()
         admitted = self._admit()
         ready = [request for request in self.running if self._is_ready(request)]
         stopped = [request for request in ready if self._stops(request)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -12,18 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from skippy._binding import BUILD, VERSION
+from skippy.aio import Cancellable, acomplete, astream
 from skippy.cache import Cache
 from skippy.capability import Capability
 from skippy.config import Adapter as AdapterIdentity
 from skippy.config import CacheConfig, ResidentCacheConfig, StageConfig
 from skippy.engine import Engine
 from skippy.errors import PromptTooLong
+from skippy.holding import Holding, Pin
 from skippy.identity import KvIdentity, MessageBase
 from skippy.metrics import prometheus_text
 from skippy.model import AdapterFile, Model
 from skippy.pool import Pool
 from skippy.probe import probe
-from skippy.report import Explanation
+from skippy.report import Explanation, ReuseReport
 from skippy.request import Chunk, Completion, Request
 from skippy.sampling import Sampler
 from skippy.session import Session
@@ -143,6 +147,8 @@ class Runtime:
             self.context.close()
             self.model.close()
             raise
+        self.holding = Holding(self.cache, self._steps)
+        self.engine.at_each_step = self.holding.expire
         self._template: ChatTemplate | None = None
         self._template_source = chat_template
         self._namespaces: dict[str, str] = {}
@@ -188,13 +194,86 @@ class Runtime:
     def generate(self, prompt: Prompt, *, stream: Literal[False] = False, **options: Any) -> Completion: ...
     @overload
     def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[Chunk]: ...
-    def generate(self, prompt: Prompt, *, stream: bool = False, **options: Any) -> Completion | Iterator[Chunk]:
+    @overload
+    def generate(self, prompt: Prompt, *, n: int, **options: Any) -> list[Completion]: ...
+    def generate(
+        self, prompt: Prompt, *, stream: bool = False, n: int | None = None, **options: Any
+    ) -> Completion | Iterator[Chunk] | list[Completion]:
         """Go on from `prompt`: text, or token ids.  `options` are those of `request`.
 
-        With `stream` an iterator of chunks, which may be closed at any time; else a Completion.
+        With `stream` an iterator of chunks, which may be closed at any time; with `n` a list of so many answers, for
+        which the prompt is evaluated once (answer number i has the seed + i); else a Completion.
         """
-        request = self.request(prompt, **options)
-        return request.run() if stream else request.complete()
+        if n is None:
+            request = self.request(prompt, **options)
+            return request.run() if stream else request.complete()
+        if n < 1 or stream:
+            raise ValueError(f"n is {n}, expected at least 1" if n < 1 else "n answers cannot be streamed")
+        seed = options.pop("seed", None)
+        requests = [self.request(prompt, **options, seed=None if seed is None else seed + i) for i in range(n)]
+        answers = []
+        try:
+            for request in requests:
+                request.enter()
+            for request in requests:
+                answers.append(request.complete())
+        finally:
+            for request in requests:
+                self.engine.leave(request)
+        return answers
+
+    async def agenerate(self, prompt: Prompt, *, stream: bool = False, **options: Any) -> Any:
+        """`generate` for asyncio: a Completion, or with `stream` an asynchronous iterator of chunks.
+
+        A task that is cancelled ends its request at the next token, or in the middle of its prompt; what was evaluated
+        is kept.
+        """
+        stop = Cancellable(options.pop("should_stop", None))
+        request = self.request(prompt, **options, should_stop=stop)
+        return astream(request, stop, self._pool) if stream else await acomplete(request, stop, self._pool)
+
+    async def achat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, **options: Any) -> Any:
+        """`chat` for asyncio, as `agenerate`."""
+        prompt, starts = self.render_with_starts(messages, tools=tools)
+        return await self.agenerate(prompt, **{"message_starts": starts, **options})
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        most = self.engine.lanes + self.engine.queue
+        return ThreadPoolExecutor(max_workers=most, thread_name_prefix="skippy")
+
+    def warm(self, prompt: Prompt, *, namespace: str = "", priority: int = -1) -> ReuseReport:
+        """Evaluate `prompt` and keep it, so that who begins with it need not; what there was to be done.
+
+        It waits behind requests of a higher priority; to do it in the background, call it in a thread.
+        """
+        return self.request(prompt, namespace=namespace, max_tokens=0, priority=priority).complete().reuse
+
+    def pin(self, prompt: Prompt, *, ttl: float | None = None, namespace: str = "") -> Pin:
+        """Keep the state of `prompt` until the pin is closed, or for `ttl` seconds; what is not stored is evaluated.
+
+        ValueError where there is no room for it, or nothing is kept at all.
+        """
+        tokens = self._as_tokens(prompt)
+        if ttl is not None and ttl <= 0:
+            raise ValueError(f"ttl is {ttl}, expected seconds above 0, or None")
+        least = self.cache.config.min_tokens
+        if len(tokens) < least:
+            raise ValueError(f"the prompt has {len(tokens)} tokens: fewer than min_tokens={least} are not kept")
+        self.warm(tokens.tolist(), namespace=namespace, priority=0)
+        return self.holding.pin(self.namespace_hash(namespace), tokens, ttl)
+
+    def forget(self, prompt: Prompt | None = None, *, namespace: str = "") -> int:
+        """Drop what is stored of prompts that begin with `prompt`, or of the whole namespace; how many entries went.
+
+        What running requests use, and what is pinned, stays.
+        """
+        if prompt is not None:
+            return self.holding.forget(self.namespace_hash(namespace), self._as_tokens(prompt))
+        with self._step():
+            before = self.cache.entries
+            self.cache.clear(self.namespace_hash(namespace))
+            return before - self.cache.entries
 
     def request(
         self,
@@ -333,6 +412,13 @@ class Runtime:
                 "llama_cpp_python": VERSION,
                 "llama_cpp": BUILD,
                 **self.cache.stats(),
+                "lanes": {
+                    "capacity": self.engine.lanes,
+                    "running": len(self.engine.running),
+                    "waiting": len(self.engine.waiting),
+                    "refused": self.engine.refused,
+                },
+                "pins": len(self.holding),
             }
 
     @property
@@ -405,6 +491,8 @@ class Runtime:
             self.context.close()
             self.model.close()
         self.engine.wake()
+        if "_pool" in self.__dict__:
+            self._pool.shutdown(wait=False)
 
     def __enter__(self) -> Runtime:
         return self

@@ -28,13 +28,14 @@ from skippy.speeds import Speeds
 from skippy.usage import Usage
 from skippy.worth import Profile, Use, clip, last_part
 
-__all__ = ["KINDS", "Emit", "Kind", "Shelf"]
+__all__ = ["ALL_KINDS", "KINDS", "Emit", "Kind", "Shelf"]
 
 log = logging.getLogger("skippy")
 
 Emit = Callable[..., None]
 Kind = Literal["segment", "checkpoint", "logits"]
 KINDS: tuple[Kind, ...] = ("segment", "checkpoint", "logits")
+ALL_KINDS: tuple[Literal["resident"] | Kind, ...] = ("resident", *KINDS)
 
 _OF_CLASS: dict[Kind, type[Saved]] = {"segment": Segment, "checkpoint": Checkpoint, "logits": Logits}
 
