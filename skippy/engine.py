@@ -178,8 +178,8 @@ class Engine:
         if others:
             return
         self.waiting.remove(request)
-        if request.error is not None:
-            raise request.error
+        if request.blocked is not None:
+            raise request.blocked
         raise LanesBusy(f"all {self.lanes} lanes are held by streams that nobody else can end")
 
     # -- a step -------------------------------------------------------------------------------------------
@@ -193,8 +193,7 @@ class Engine:
         for request in stopped:
             self._retire(request)
         items = self._choose([request for request in ready if request not in stopped])
-        if items:
-            self._evaluate(items)
+        self._evaluate(items)
         return bool(admitted or stopped or items)
 
     def _is_ready(self, request: Request) -> bool:
@@ -223,7 +222,7 @@ class Engine:
                 lease = self.cache.begin(request.namespace, request.tokens, reuse=request.keep, room=request.room)
             except ContextFull as error:
                 if self.running:  # those who hold the cells may end; who came later may not go before
-                    request.error = error
+                    request.blocked = error
                     break
                 self._fail(request, error)
                 admitted = True
@@ -234,7 +233,6 @@ class Engine:
             if lease is None:
                 break
             self.waiting.remove(request)
-            request.error = None
             request.begun(lease)
             lease.promised = len(request.tokens) - lease.length
             self.running.append(request)
@@ -341,12 +339,13 @@ class Engine:
     # -- a batch ------------------------------------------------------------------------------------------
 
     def _evaluate(self, items: list[_Item]) -> None:
+        if not items:
+            return
         began = time.perf_counter()
         done = self._decode(items)
         if not done and len(items) > 1:  # one of them is to blame, or there is too little room: each by itself
             for item in items:
-                if item.request.error is None and item.request.finish_reason is None:
-                    self._evaluate([item])
+                self._once_more(item)
             return
         if not done:
             return
@@ -368,6 +367,16 @@ class Engine:
         for item in items:
             if item.request.finish_reason is not None or item.request.error is not None:
                 self._retire(item.request)
+
+    def _once_more(self, item: _Item) -> None:
+        """Evaluate what a failed batch was to evaluate of one request, by itself; from zero, where its lane is lost."""
+        request = item.request
+        if request.error is not None or request.finish_reason is not None:
+            return
+        assert request.lease is not None
+        if request.length == 0:
+            request.lease.promised = len(request.tokens)
+        self._evaluate(self._with_room([self._item(request, len(item.tokens))]))
 
     def _note(self, items: list[_Item], prompts: list[_Item], seconds: float) -> None:
         """Learn from a batch what evaluating costs, where it says so."""

@@ -90,6 +90,7 @@ class Request:
         self.lease: Lease | None = None
         self.outbox: deque[Chunk] = deque()
         self.error: BaseException | None = None
+        self.blocked: BaseException | None = None  # why it still waits although a lane is free
         self.done = False
         self.wanted = False  # somebody waits for the next chunk
         self.whole = False  # for all of it

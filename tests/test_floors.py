@@ -29,8 +29,16 @@ FLOORS = [
     {"pool", "segments", "probe", "model", "plan", "lease", "stops", "starts"},
     {"usage", "leaving", "shelf", "space", "restorer", "recorder", "cache", "sampling", "template"},
     {
-        "request", "engine", "holding", "aio", "session", "runtime",
-        "prefix_cache", "llama_turns", "llama_calls", "llama_context",
+        "request",
+        "engine",
+        "holding",
+        "aio",
+        "session",
+        "runtime",
+        "prefix_cache",
+        "llama_turns",
+        "llama_calls",
+        "llama_context",
     },
     {"llama", "llama_lane", "llama_cache", "demo", "commands", "cli", "__init__"},
 ]
