@@ -8,7 +8,7 @@ STAMPS := $(VENV)/stamps
 FLAGS := vendor/build-flags $(wildcard vendor/build-flags.$(shell uname -m))
 SOURCES := setup.py pyproject.toml $(wildcard skippy/*.pyx skippy/*.pxd skippy/*.pxi)
 
-.PHONY: demo demo-families test lint bench clean clean-wheel
+.PHONY: demo demo-families soak test lint bench clean clean-wheel
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/installed
@@ -35,6 +35,11 @@ bench: $(STAMPS)/installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/families.py
+	$(BIN)/python benchmarks/lanes.py
+
+# An hour's traffic in miniature, bounded in requests and time.
+soak: $(STAMPS)/installed
+	$(BIN)/python benchmarks/soak.py $(SOAK)
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else "skippy needs Python 3.10 to 3.13, this is %d.%d: make PYTHON=python3.12" % v[:2])'
