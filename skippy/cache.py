@@ -6,6 +6,7 @@ evaluated from zero.  The caller holds the context's lock around every call.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import Counter
@@ -31,7 +32,10 @@ from skippy.segments import Logits, RamStore
 from skippy.shelf import ALL_KINDS, KINDS
 from skippy.space import Space
 from skippy.speeds import Speeds
+from skippy.spill import Spill
 from skippy.stops import prefill_stops
+from skippy.store import DiskTier
+from skippy.store.tier import Found
 
 __all__ = ["Cache", "Lease", "Observer"]
 
@@ -93,7 +97,17 @@ class Cache:
         self.history = PartingHistory()
         self.tokens: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self.restorer = Restorer(self.space, self._emit)
+        self.disk: DiskTier | None = None
+        self.spill: Spill | None = None
+        if config.disk is not None and not self.off:
+            self.disk = DiskTier(
+                config.disk,
+                capacity=config.disk_bytes,
+                min_free=config.disk_min_free,
+                write=config.mode != "lookup",
+            )
+            self.spill = Spill(self.space, self.disk)
+        self.restorer = Restorer(self.space, self._emit, self.disk)
         self.policy = PrefixCandidatePolicy.from_cache(config)
         self.observer: Observer | None = None
         self._on_event = on_event
@@ -180,16 +194,24 @@ class Cache:
     def _plan(self, namespace: str, tokens: Tokens) -> tuple[Match, Plan]:
         """What is held of a prompt, and what of it is worth bringing back.  Changes nothing."""
         match = self.tree.match(namespace, tokens)
-        plan = make_plan(
-            match,
-            len(tokens),
-            min_tokens=self.config.min_tokens,
-            speeds=self.speeds,
-            shape=self.capability,
-            payload=self.tree.get,
-            logits=self.logits_bytes > 0,
-        )
-        return match, plan
+
+        def plan(disk: Found) -> Plan:
+            return make_plan(
+                match,
+                len(tokens),
+                min_tokens=self.config.min_tokens,
+                speeds=self.speeds,
+                shape=self.capability,
+                payload=self.tree.get,
+                logits=self.logits_bytes > 0,
+                disk=disk,
+            )
+
+        first = plan(Found())
+        if self.disk is None or first.length >= len(tokens) - 1:
+            return match, first
+        found = self.disk.find(namespace, tokens)
+        return match, plan(found) if found.reach > first.length else first
 
     def _restore(self, lease: Lease, tokens: Tokens) -> None:
         lease.diverged_at = self.note_parting(lease.namespace, tokens)
@@ -354,6 +376,8 @@ class Cache:
             self.observer.evaluated(lease, tokens)
         if self.off or self.config.mode == "lookup" or n < max(1, self.config.min_tokens):
             return False
+        if self.spill is not None and lease.restored:
+            self.spill.path(lease.namespace, tokens[: lease.restored])
         try:
             if self.pool.length(lease.lane) != n:
                 raise NativeError(f"the lane holds {self.pool.length(lease.lane)} tokens, {n} were evaluated")
@@ -375,6 +399,8 @@ class Cache:
         if lease not in self._leases:
             return
         self._leases.discard(lease)
+        if self.disk is not None and lease.files:
+            self.disk.touch(lease.files)
         release(self.tree, lease)
         try:
             self.pool.give_back(lease.lane)
@@ -392,6 +418,8 @@ class Cache:
             for node in self.tree.entries(kind, namespace):
                 with self._unless_locked(node, kind):
                     self.shelf.drop(node, kind, "cleared")
+        if self.disk is not None:
+            self.disk.erase(None if namespace is None else {namespace})
         self.store.arena.release_pages()
 
     @contextmanager
@@ -439,7 +467,18 @@ class Cache:
 
     def close(self) -> None:
         """Give the memory of saved state back.  The context goes with its owner; nothing can be asked afterwards."""
-        self.store.close()
+        try:
+            if self.spill is not None and self.disk is not None:
+                self.spill.everything()
+        finally:
+            if self.disk is not None:
+                self.disk.close()
+            self.store.close()
+
+    def describe(self, namespace: str, **label: str) -> None:
+        """What people call a namespace: model, tenant.  It is written beside what is stored on disk."""
+        if self.disk is not None:
+            self.disk.labels[namespace] = json.dumps(label)
 
     def stats(self) -> dict[str, Any]:
         """Counters in tokens, cells, bytes and seconds; see docs/stats.md for each."""
@@ -469,6 +508,7 @@ class Cache:
                 "seconds_restoring": self.store.seconds_restoring,
                 "scratch": self.store.scratch.size,
             },
+            "disk": None if self.disk is None else self.disk.stats(),
             "residents": self.tree.count("resident"),
             "segments": self.tree.count("segment"),
             "checkpoints": self.tree.count("checkpoint"),

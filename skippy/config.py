@@ -102,6 +102,7 @@ class CacheArguments(TypedDict, total=False):
     logits_bytes: int | str
     disk: str | os.PathLike[str] | None
     disk_bytes: int | str
+    disk_min_free: int | str
 
 
 class CacheConfig(Settings, BaseSettings):
@@ -144,6 +145,9 @@ class CacheConfig(Settings, BaseSettings):
     )
     disk: Annotated[Path | None, BeforeValidator(_folder)] = Field(default=None, description="folder of the disk tier")
     disk_bytes: Size = Field(default=8 * 2**30, description="cap of the bytes in that folder")
+    disk_min_free: Size = Field(
+        default=2**30, description="bytes to leave free on its file system, below it is only read"
+    )
 
     def __init__(self, **values: Unpack[CacheArguments]) -> None:
         _check_environment(type(self))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ class Lease:
     """A lane in use: `length` tokens of `namespace` are in sequence `lane`, `held` of them shared with residents.
 
     `promised` cells of the pool are still to be used by its prompt, and are nobody else's.
+    `files` are what was restored from disk for it.
     `logits` (float32 [n_vocab]) are those after token `prompt_end`, the end of its prompt, where they are known.
     """
 
@@ -38,6 +39,7 @@ class Lease:
     logits: Logits | None = None
     prompt_end: int = 0
     promised: int = 0
+    files: list[Any] = field(default_factory=list)
 
 
 def release(tree: RadixTree, lease: Lease) -> None:

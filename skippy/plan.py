@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from skippy._radix import Match, Node, Span
 from skippy.capability import Capability
 from skippy.speeds import Speeds
+from skippy.store.tier import DiskSpan, Found
 
 __all__ = ["Part", "Plan", "make_plan", "window_end", "window_reach"]
 
 DENSE = Capability(None)
+NOTHING = Found()
+AnySpan: TypeAlias = Span | DiskSpan
 GetPayload = Callable[[Node, Literal["checkpoint", "logits"]], Any]
 
 
@@ -27,9 +30,9 @@ class Part:
     `kind` is "resident", "segment", or "checkpoint": the point state at `end`, which goes on top of what came before.
     """
 
-    tier: str  # "resident" or "ram"
+    tier: str  # "resident", "ram" or "disk"
     kind: str
-    node: Node
+    node: Node | None  # None for what is on disk
     payload: Any
     start: int
     end: int
@@ -63,6 +66,7 @@ def make_plan(
     shape: Capability = DENSE,
     payload: GetPayload = _nothing,
     logits: bool = False,
+    disk: Found = NOTHING,
 ) -> Plan:
     """The longest restorable prefix that is worth it; `payload(node, kind)` tells what a node carries.
 
@@ -71,7 +75,8 @@ def make_plan(
     are cheaper to bring back than to evaluate.  With a sliding window the prefix ends where the stored window reaches
     back far enough, with point state at a checkpoint.  O(nodes of the matched path).
     """
-    matched = match.matched
+    matched = max(match.matched, disk.reach)
+    spans: list[AnySpan] = [*match.segments, *disk.spans]
     kept = payload(match.logits, "logits") if logits and match.logits is not None else None
     wanted = min(matched, prompt_tokens if kept is not None and not kept.damaged else prompt_tokens - 1)
     if matched == 0:
@@ -79,16 +84,16 @@ def make_plan(
     if matched < min_tokens:
         return Plan((), matched, "below_min_tokens")
     if shape.needs_checkpoints:
-        return _at_a_checkpoint(match, wanted, min_tokens, speeds, shape, payload)
+        return _at_a_checkpoint(match, disk, wanted, matched, min_tokens, speeds, shape, payload)
     parts: list[Part] = []
     length = min(match.resident_length, wanted)
     if length > 0 and match.resident is not None:
         parts.append(Part("resident", "resident", match.resident, None, 0, length))
-    found, worthless = _segments(match.segments, length, wanted, speeds)
+    found, worthless = _segments(spans, length, wanted, speeds)
     parts += found
     window = None
     if shape.window and parts:
-        at_checkpoint = _at_a_checkpoint(match, wanted, min_tokens, speeds, shape, payload)
+        at_checkpoint = _at_a_checkpoint(match, disk, wanted, matched, min_tokens, speeds, shape, payload)
         length = window_end(parts, shape.window)
         if at_checkpoint.length > length:
             return at_checkpoint
@@ -101,21 +106,22 @@ def make_plan(
     return Plan(tuple(parts), matched, reason, window)
 
 
-def _segments(spans: Sequence[Span], length: int, wanted: int, speeds: Speeds | None) -> tuple[list[Part], bool]:
-    """Parts that go on from `length` without a gap, and whether they end because more is not worth it."""
+def _segments(spans: Sequence[AnySpan], length: int, wanted: int, speeds: Speeds | None) -> tuple[list[Part], bool]:
+    """Parts that go on from `length` without a gap, and whether they end because more is not worth it.
+
+    What is in RAM comes before what is on disk, and of these what reaches farthest.
+    """
     parts: list[Part] = []
-    for span in spans:
-        if span.start > length or length >= wanted:
+    while length < wanted:
+        going_on = [span for span in spans if span.start <= length < span.reach and not span.payload.damaged]
+        if not going_on:
             break
+        span = max(going_on, key=lambda span: (span.payload.tier == "ram", span.reach))
         end = min(span.reach, wanted)
-        if end <= length:
-            continue
-        if span.payload.damaged:
-            break
         nbytes = span.payload.nbytes * (end - length) // (span.end - span.start)
-        if speeds is not None and not speeds.worth_restoring(nbytes, end - length):
+        if speeds is not None and not speeds.worth_restoring(nbytes, end - length, span.payload.tier):
             return parts, True
-        parts.append(Part("ram", "segment", span.node, span.payload, length, end, nbytes))
+        parts.append(Part(span.payload.tier, "segment", span.node, span.payload, length, end, nbytes))
         length = end
     return parts, False
 
@@ -160,27 +166,36 @@ def _cut(parts: Sequence[Part], length: int) -> list[Part]:
 
 
 def _at_a_checkpoint(
-    match: Match, wanted: int, min_tokens: int, speeds: Speeds, shape: Capability, payload: GetPayload
+    match: Match,
+    disk: Found,
+    wanted: int,
+    matched: int,
+    min_tokens: int,
+    speeds: Speeds,
+    shape: Capability,
+    payload: GetPayload,
 ) -> Plan:
-    """The deepest checkpoint whose attention is held from the first token on."""
-    held = _segments(match.segments, 0, wanted, None)[0] if shape.has_attention else []
+    """The deepest checkpoint whose attention is held from the first token on; of equal ones that in RAM."""
+    held = _segments([*match.segments, *disk.spans], 0, wanted, None)[0] if shape.has_attention else []
     covered = held[-1].end if held else 0
     worthless = False
-    for node in reversed(match.checkpoints):
-        length = node.length
+    places: list[tuple[int, bool, Node | None, Any]] = [
+        (node.length, True, node, payload(node, "checkpoint")) for node in match.checkpoints
+    ]
+    places += [(state.length, False, None, state) for state in disk.checkpoints]
+    for length, in_ram, node, checkpoint in sorted(places, key=lambda place: (-place[0], not place[1])):
         if shape.window and length == wanted + 1:
             length = wanted  # a window is saved with one token more than the next one sees: it can lose its last
         if length > wanted or (shape.has_attention and length > covered):
             continue
         if length < min_tokens:
             break
-        checkpoint = payload(node, "checkpoint")
         if checkpoint is None or checkpoint.damaged:
             continue
-        start = length if shape.has_attention else 0
-        parts = [*_cut(held, length), Part("ram", "checkpoint", node, checkpoint, start, length, checkpoint.nbytes)]
-        if speeds.worth_restoring(sum(part.nbytes for part in parts), length):
+        start, tier = length if shape.has_attention else 0, "ram" if in_ram else "disk"
+        parts = [*_cut(held, length), Part(tier, "checkpoint", node, checkpoint, start, length, checkpoint.nbytes)]
+        if speeds.worth_restoring(sum(part.nbytes for part in parts), length, tier):
             reason = "hit" if length == wanted else "partial"
-            return Plan(tuple(parts), match.matched, reason, length if shape.window else None)
+            return Plan(tuple(parts), matched, reason, length if shape.window else None)
         worthless = True
-    return Plan((), match.matched, "not_worth_it" if worthless else "no_checkpoint")
+    return Plan((), matched, "not_worth_it" if worthless else "no_checkpoint")

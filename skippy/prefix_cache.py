@@ -51,6 +51,7 @@ class PrefixCache:
         found = self._namespaces.get(key)
         if found is None:
             found = self._namespaces[key] = self._identity.namespace(MessageBase(namespace=key or None))
+            self.cache.describe(found, model=self._identity.config.model_id or "", tenant=key)
         return found
 
     def stats(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from skippy._radix import Lock
 from skippy.errors import ContextFull, Locked, NativeError, StateError
 from skippy.history import Tokens
 from skippy.lease import Lease, release
@@ -14,6 +15,7 @@ from skippy.report import TIERS
 from skippy.segments import LoadRefused
 from skippy.shelf import Emit
 from skippy.space import Space
+from skippy.store import DiskTier
 
 __all__ = ["Failure", "LaneLost", "Restorer"]
 
@@ -35,8 +37,9 @@ class LaneLost(NativeError):
 class Restorer:
     """Brings plans into lanes.  What fails leaves the lane to be cleaned, and the rest of the pool as it was."""
 
-    def __init__(self, space: Space, emit: Emit) -> None:
+    def __init__(self, space: Space, emit: Emit, disk: DiskTier | None = None) -> None:
         self.space = space
+        self.disk = disk
         self.tree = space.tree
         self.pool = space.pool
         self.store = space.store
@@ -48,10 +51,14 @@ class Restorer:
 
         Where other requests hold the cells, plain attention goes on from what is there; else nothing is restored.
         """
-        locks = []
+        locks: list[Lock | None] = []
         for part in plan.parts:
-            whole = part.kind == "resident"
-            locks.append(self.tree.lock(part.node, part.node.length if whole else min(part.end, part.node.length)))
+            node = part.node
+            if node is None:  # on disk: who deletes it does not take it away from who reads it
+                locks.append(None)
+            else:
+                end = node.length if part.kind == "resident" else min(part.end, node.length)
+                locks.append(self.tree.lock(node, end))
         try:
             for part in plan.parts:
                 try:
@@ -67,12 +74,12 @@ class Restorer:
                     log.warning("restoring failed: %s", error)
                     return Failure("corrupt", None)
                 finally:
-                    self.tree.unlock(locks.pop(0))  # what has been taken may leave again
+                    self._unlock(locks.pop(0))  # what has been taken may leave again
                 lease.length = lease.restored = part.end
                 lease.by_tier[part.tier] += part.end - part.start
         finally:
             for lock in locks:
-                self.tree.unlock(lock)
+                self._unlock(lock)
         if self.whole_at_once and not (
             self.pool.length(lease.lane) == plan.length and self.pool.is_whole(lease.lane, plan.length)
         ):
@@ -80,8 +87,13 @@ class Restorer:
             return Failure("corrupt", None)
         return None
 
+    def _unlock(self, lock: Lock | None) -> None:
+        if lock is not None:
+            self.tree.unlock(lock)
+
     def _part(self, lease: Lease, part: Part, tokens: Tokens, window: int | None) -> None:
         if part.kind == "resident":
+            assert part.node is not None
             seq = self.space.sequence_of(part.node)
             if self.pool.length(seq) != part.node.length:
                 raise StateError(f"sequence {seq} has {self.pool.length(seq)} tokens, its entry {part.node.length}")
@@ -99,14 +111,28 @@ class Restorer:
             if not self.space.evict_resident("load"):
                 raise
             self._load(lease, part, window)
-        self.space.speeds.restored(part.nbytes, time.perf_counter() - began)
+        self.space.speeds.restored(part.nbytes, time.perf_counter() - began, part.tier)
         self._emit("restore", tier=part.tier, tokens=part.end - part.start, bytes=part.nbytes)
 
     def _load(self, lease: Lease, part: Part, window: int | None) -> None:
-        if part.kind == "checkpoint":
+        if part.tier == "disk":
+            self._load_file(lease, part, window)
+        elif part.kind == "checkpoint":
             self.store.restore_point(self.pool, part.payload, lease.lane, part.end)
         else:
             self.store.restore(self.pool, part.payload, lease.lane, part.start, part.end, window)
+
+    def _load_file(self, lease: Lease, part: Part, window: int | None) -> None:
+        assert self.disk is not None
+        file, what = self.disk.open(part.payload), part.payload
+        try:
+            if part.kind == "checkpoint":
+                self.store.restore_point_state(self.pool, file.view, what.flags, what.length, lease.lane, part.end)
+            else:
+                self.store.restore_state(self.pool, what, file.view, lease.lane, part.start, part.end, window)
+        finally:
+            file.close()
+        lease.files.append(what)
 
     def mend(self, failure: Failure) -> bool:
         """Drop what a restore failed on, once the lane is empty; whether another plan may succeed."""
@@ -115,10 +141,16 @@ class Restorer:
         if part is None:
             return False
         try:
-            if part.kind == "resident":
+            if part.tier == "disk":
+                part.payload.damaged = True  # and the tier has set it aside
+                if self.disk is not None:
+                    self.disk.give_up(part.payload)
+            elif part.kind == "resident":
+                assert part.node is not None
                 self.space.drop_resident(part.node)
                 self.space.drop_vanished()
             else:
+                assert part.node is not None
                 part.payload.damaged = True
                 self.space.shelf.drop(part.node, "checkpoint" if part.kind == "checkpoint" else "segment", "corrupt")
         except Locked:  # another request uses its path; damaged state is not offered again all the same

@@ -448,6 +448,7 @@ class Runtime:
         if found is None:
             base = MessageBase(namespace=namespace or None)
             found = self._namespaces[namespace] = self._identity.namespace(base)
+            self.cache.describe(found, model=Path(self.model.path).name, tenant=namespace)
         return found
 
     # -- inside -----------------------------------------------------------------------------------------

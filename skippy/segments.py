@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ class Saved:
     checksum: int
     damaged: bool = False  # it failed its check while a request was using it: never to be offered again
     profile: Profile = ()  # how its tokens are used
+
+    tier: ClassVar[str] = "ram"
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +81,14 @@ class Logits(Saved):
         """A copy of them.  StateError if they are damaged."""
         self.verify("logits")
         return np.frombuffer(self.block.view, np.float32).copy()
+
+
+class Source(Protocol):
+    """What says which tokens a state holds: a Segment, or a file on disk."""
+
+    start: int
+    end: int
+    window_from: int
 
 
 class RamStore:
@@ -233,10 +243,16 @@ class RamStore:
         (nothing has reached llama.cpp then), LoadRefused where llama.cpp does not take it: for want of cells, or
         because it is of another kind.  `dst` is then as before, or empty if `start` is 0.
         """
-        began = time.perf_counter()
         self.verify(segment)
-        state: Any = segment.block.view
-        if (start, end) != (segment.start, segment.end) or (window is not None and segment.window_from < window):
+        self.restore_state(pool, segment, segment.block.view, dst, start, end, window)
+
+    def restore_state(
+        self, pool: Pool, source: Source, state: Any, dst: int, start: int, end: int, window: int | None = None
+    ) -> None:
+        """As `restore`, of a `state` whose bytes have been verified already; `source` says what it holds."""
+        began = time.perf_counter()
+        check_positions(state, source.start, source.end, self._layout)
+        if (start, end) != (source.start, source.end) or (window is not None and source.window_from < window):
             # Cut here, not in the pool: there it would take cells for tokens that nobody asked for.
             state = cut(state, start, end, self._room, layout=self._layout, window=window)
         if start == 0:
@@ -252,20 +268,32 @@ class RamStore:
             raise StateError(f"sequence {dst} has {pool.length(dst)} tokens after a restore, expected {end}")
         self._count_restore(len(state), began)
 
+    def cut_out(self, segment: Segment, start: int) -> Any:
+        """The bytes of a segment from its token `start` on, in working memory where they are cut.  O(bytes)."""
+        if start == segment.start:
+            return segment.block.view
+        return cut(segment.block.view, start, segment.end, self._room, layout=self._layout)
+
     def restore_point(self, pool: Pool, checkpoint: Checkpoint, dst: int, end: int | None = None) -> None:
         """Put a checkpoint on top of the attention of its path in `dst` (an empty `dst` where there is no attention).
 
         `end` is where `dst` shall end, by default at its length; a window can be cut by one token, a state cannot.
         StateError as `restore`; `dst` is then to be emptied.  O(bytes).
         """
-        began = time.perf_counter()
         checkpoint.verify(f"checkpoint at {checkpoint.length}")
-        self._load(pool, dst, checkpoint.block.view, checkpoint.flags)
+        self.restore_point_state(pool, checkpoint.block.view, checkpoint.flags, checkpoint.length, dst, end)
+
+    def restore_point_state(
+        self, pool: Pool, state: Any, flags: int, length: int, dst: int, end: int | None = None
+    ) -> None:
+        """As `restore_point`, of a `state` whose bytes have been verified already."""
+        began = time.perf_counter()
+        self._load(pool, dst, state, flags)
         # In this order: the other one is wrong on hybrids, and nothing says so.
-        end = checkpoint.length if end is None else end
+        end = length if end is None else end
         if not pool.context.seq_rm(dst, end):
-            raise StateError(f"sequence {dst} cannot end at {end} tokens, with a checkpoint of {checkpoint.length}")
-        self._count_restore(checkpoint.block.size, began)
+            raise StateError(f"sequence {dst} cannot end at {end} tokens, with a checkpoint of {length}")
+        self._count_restore(len(state), began)
 
     def _count_restore(self, size: int, began: float) -> None:
         self.seconds_restoring += time.perf_counter() - began

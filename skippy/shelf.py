@@ -69,6 +69,7 @@ class Shelf:
         self.tombstones = usage.tombstones
         self.leaving = leaving
         self._emit = emit
+        self.on_leaving: Callable[[str, Tokens, Saved], None] = lambda namespace, path, saved: None
 
     def saved(self, node: Node, kind: Kind) -> Saved:
         """What `node` carries of a kind.  KeyError if it has none."""
@@ -327,6 +328,7 @@ class Shelf:
     def _shorten(self, node: Node, length: int) -> None:
         """Cut the segment of `node`, behind which there is none, to its tokens before `length`."""
         segment, path, start = self.segment(node), self.tree.tokens(node), self.tree.start(node)
+        self.on_leaving(node.namespace, path, segment)
         try:
             shorter = self.store.shorten(segment, length)
         except StateError as error:
@@ -351,6 +353,8 @@ class Shelf:
         saved = self.saved(node, kind)
         path = self.tree.tokens(node)
         self.tree.take(node, kind)
+        if reason == "bytes":
+            self.on_leaving(node.namespace, path, saved)
         self.store.drop(saved)
         if kind == "segment":
             self.usage.hand_over(node.namespace, path, saved.profile)

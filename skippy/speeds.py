@@ -80,6 +80,7 @@ class Speeds:
     def __init__(self) -> None:
         self._prefill = _Rate()
         self._restore = _Rate()
+        self._disk = _Rate()
         self._save = _Rate()
         self._price = _Price()
 
@@ -87,9 +88,9 @@ class Speeds:
         """Note that `tokens` prompt tokens were evaluated in `seconds`."""
         self._prefill.add(tokens, seconds)
 
-    def restored(self, nbytes: int, seconds: float) -> None:
-        """Note that `nbytes` of saved state were restored in `seconds`."""
-        self._restore.add(nbytes, seconds)
+    def restored(self, nbytes: int, seconds: float, tier: str = "ram") -> None:
+        """Note that `nbytes` of saved state were restored from a tier in `seconds`."""
+        (self._disk if tier == "disk" else self._restore).add(nbytes, seconds)
 
     def saved(self, nbytes: int, seconds: float) -> None:
         """Note that `nbytes` of state were saved in `seconds`."""
@@ -108,6 +109,11 @@ class Speeds:
     def restore(self) -> float | None:
         """Bytes of saved state per second."""
         return self._restore.value
+
+    @property
+    def restore_from_disk(self) -> float | None:
+        """Bytes per second of saved state on disk, reading and checking them included."""
+        return self._disk.value
 
     @property
     def save(self) -> float | None:
@@ -138,9 +144,11 @@ class Speeds:
     def declined(self) -> None:
         """A restore was not made because it looked too dear: believe that a little less, so that it is tried again."""
         self._restore.seconds *= 0.8
+        self._disk.seconds *= 0.8
 
-    def worth_restoring(self, nbytes: int, tokens: int) -> bool:
+    def worth_restoring(self, nbytes: int, tokens: int, tier: str = "ram") -> bool:
         """Whether bringing back `nbytes` is cheaper than evaluating `tokens`; True until both were measured."""
-        if self.prefill is None or self.restore is None:
+        speed = self.restore_from_disk if tier == "disk" else self.restore
+        if self.prefill is None or speed is None:
             return True
-        return nbytes / self.restore < tokens / self.prefill
+        return nbytes / speed < tokens / self.prefill

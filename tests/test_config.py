@@ -73,6 +73,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "logits_bytes": 512 * 2**10,
         "disk": None,
         "disk_bytes": 8 * GIB,
+        "disk_min_free": GIB,
     }
 
 
@@ -266,6 +267,7 @@ def test_every_field_can_be_set_in_the_environment_and_in_the_file(monkeypatch: 
         "logits_bytes": "1MiB",
         "disk": "states",
         "disk_bytes": "10GB",
+        "disk_min_free": "1MB",
     }
     assert list(values) == list(CacheConfig.model_fields)
     wanted = cache(**values)

@@ -26,8 +26,8 @@ FLOORS = [
         "text",
         "metrics",
     },
-    {"pool", "segments", "probe", "model", "plan", "lease", "stops", "starts"},
-    {"usage", "leaving", "shelf", "space", "restorer", "recorder", "cache", "sampling", "template"},
+    {"store", "pool", "segments", "probe", "model", "plan", "lease", "stops", "starts"},
+    {"usage", "leaving", "shelf", "space", "spill", "restorer", "recorder", "cache", "sampling", "template"},
     {
         "request",
         "engine",

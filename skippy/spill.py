@@ -1,0 +1,55 @@
+"""From RAM to disk: what leaves, what is used a second time, and at the end everything."""
+
+from __future__ import annotations
+
+from skippy.history import Tokens
+from skippy.segments import Checkpoint, Saved, Segment
+from skippy.shelf import KINDS
+from skippy.space import Space
+from skippy.store import DiskTier
+
+__all__ = ["Spill"]
+
+
+class Spill:
+    """Offers to `disk` what `space` holds.  Nothing is waited for, but by `everything`."""
+
+    def __init__(self, space: Space, disk: DiskTier) -> None:
+        self.space = space
+        self.disk = disk
+        space.shelf.on_leaving = self.leaving
+
+    def leaving(self, namespace: str, path: Tokens, saved: Saved) -> None:
+        """Something is about to leave RAM.  O(bytes) where it is not on disk yet, else O(tokens)."""
+        if isinstance(saved, Segment):
+            store = self.space.store
+            self.disk.offer_segment(
+                namespace, path, saved.start, saved.window_from, lambda begin: store.cut_out(saved, begin)
+            )
+        elif isinstance(saved, Checkpoint):
+            self.disk.offer_checkpoint(namespace, path, saved.flags, lambda: saved.block.view)
+
+    def path(self, namespace: str, tokens: Tokens) -> None:
+        """A path was used again: what of it is in RAM is worth keeping."""
+        if not self.disk.takes:
+            return
+        tree, shelf = self.space.tree, self.space.shelf
+        match = tree.match(namespace, tokens)
+        for span in match.segments:
+            if span.reach == span.end:
+                self.leaving(namespace, tokens[: span.end], span.payload)
+        for node in match.checkpoints:
+            self.leaving(namespace, tokens[: node.length], shelf.saved(node, "checkpoint"))
+
+    def everything(self) -> None:
+        """The cache is closed: residents move into RAM, and all that is there is written.  Waits for the disk."""
+        if not self.disk.takes:
+            return
+        tree, shelf = self.space.tree, self.space.shelf
+        with self.disk.patiently():
+            while self.space.evict_resident("closing"):
+                pass
+            for kind in KINDS:
+                for node in tree.entries(kind):  # least recent first: what there is no room for is the oldest
+                    if kind != "logits":
+                        self.leaving(node.namespace, tree.tokens(node), shelf.saved(node, kind))
