@@ -104,6 +104,50 @@ class Arena:
         self.peak = max(self.peak, self.used)
         return block
 
+    def gather(self, size: int) -> bool:
+        """Move blocks together until `size` bytes are in one gap; False, and nothing moves, if less are free.
+
+        No view of a block may be exported.  As few bytes move as can be; their views are new ones.  O(blocks), and the
+        bytes that move.
+        """
+        wanted = -(-size // ALIGNMENT) * ALIGNMENT
+        if wanted > self.capacity - self.used or self._memory is None:
+            return False
+        blocks = sorted(self._lent.values(), key=lambda block: block.start)
+        # Between the gap before block i and the gap before block j lie the blocks i .. j-1, which have to move.
+        ends = [0, *(block.start + block.reserved for block in blocks)]
+        gaps = [
+            start - end for end, start in zip(ends, [*(block.start for block in blocks), self.capacity], strict=True)
+        ]
+        best: tuple[int, int, int] | None = None
+        i = free = moved = 0
+        for j, gap in enumerate(gaps):
+            free += gap
+            if j:
+                moved += blocks[j - 1].reserved
+            while free >= wanted:
+                best = min(best or (moved, i, j), (moved, i, j))
+                free -= gaps[i]
+                moved -= blocks[i].reserved if i < j else 0
+                i += 1
+        if best is None:
+            return False
+        _, first, last = best
+        at = ends[first]
+        for j in range(first, last + 1):
+            if gaps[j]:
+                self._remove_gap(ends[j])
+        for block in blocks[first:last]:
+            if block.start != at:
+                block.view.release()
+                self._memory[at : at + block.size] = self._memory[block.start : block.start + block.size]
+                del self._lent[block.start]
+                block.start, block.view = at, self._memory[at : at + block.size]
+                self._lent[at] = block
+            at += block.reserved
+        self._add_gap(at, sum(gaps[first : last + 1]))
+        return True
+
     def shrink(self, block: Block, size: int) -> None:
         """Take all but the first `size` bytes of a block back; its view is a new one.  ValueError if it has less."""
         if self._lent.get(block.start) is not block or not 0 < size <= block.size:

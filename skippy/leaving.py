@@ -10,12 +10,14 @@ Only the end of an entry leaves where that is enough and it can be cut: up to wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from skippy._radix import Node, RadixTree
 from skippy.capability import Capability
+from skippy.history import Tokens
 from skippy.speeds import Speeds
 from skippy.usage import Usage
 from skippy.worth import (
@@ -74,6 +76,12 @@ class Leaving:
         self.saves = saves
         self.bytes_per_token = bytes_per_token
         self.min_tokens = max(1, min_tokens)
+        self.saving: tuple[str, Tokens] | None = None  # a path of which all that is saved stays, whatever it is worth
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the end of an entry may leave alone: by worth, and of plain attention."""
+        return self.by_worth and self.shape.residents
 
     # -- the pool ---------------------------------------------------------------------------------------
 
@@ -100,7 +108,7 @@ class Leaving:
         start, use = last_part(profile, first, end)
         value = worth(self._seconds_of_cells(node, start, end), end - start, use, now)
         length = max(start, end - cells)
-        if not self.shape.residents or length - first < self.min_tokens or length < self.min_tokens:
+        if not self.cuts or length - first < self.min_tokens or length < self.min_tokens:
             return Choice(node, 0, value, free)
         return Choice(node, length, value, end - length)
 
@@ -129,19 +137,35 @@ class Leaving:
         if kind == "logits" or not self.by_worth:  # logits are all alike
             node = self.tree.victim(kind)
             return None if node is None else Choice(node, 0, 0.0, self.tree.bytes(node, kind))
-        nodes = self._least_recent("segment")
-        inner = {span.node for node in nodes for span in self.tree.segments(node) if span.node != node}
-        choices = [self._segment(node, nbytes) for node in nodes if node not in inner]
+        choices = [self._segment(node, needed, nbytes) for node, needed in self._may_leave()]
         return min(choices, key=lambda choice: choice.worth, default=None)
 
-    def _segment(self, node: Node, nbytes: int) -> Choice:
+    def _may_leave(self) -> list[tuple[Node, int]]:
+        """Segments and how many leading tokens of each must stay, because others go on from there; 0 if none do."""
+        nodes = self._least_recent("segment")
+        needed = self._kept()
+        for node in nodes:
+            for span in self.tree.segments(node):
+                if span.node != node:
+                    needed[span.node] = max(needed.get(span.node, 0), span.reach)
+        return [
+            (node, needed.get(node, 0))
+            for node in nodes
+            if node not in needed or (self.shape.residents and needed[node] < node.length)
+        ]
+
+    def _kept(self) -> dict[Node, int]:
+        """How many leading tokens of segments stay because of what is being saved."""
+        return {} if self.saving is None else {span.node: span.reach for span in self.tree.match(*self.saving).segments}
+
+    def _segment(self, node: Node, needed: int, nbytes: int) -> Choice:
         segment = self._payload(node, "segment")
-        first, end = self.tree.start(node), node.length
+        first, end = max(self.tree.start(node), needed), segment.end
         start, use = last_part(segment.profile, first, end)
-        each = segment.nbytes / (end - first)
+        each = segment.nbytes / (end - segment.start)
         value = self._worth_of_segment(node, segment, start, end, use)
-        length = max(start, end - (-int(-nbytes // each)))
-        if not self.shape.residents or length - first < self.min_tokens:
+        length = max(start, end - math.ceil(nbytes / each))
+        if not self.shape.residents or (not needed and length - first < self.min_tokens):
             return Choice(node, 0, value, segment.nbytes)
         return Choice(node, length, value, int((end - length) * each))
 
@@ -189,13 +213,13 @@ class Leaving:
         if not self.by_worth or any(self.tree.count(kind) > AMONG for kind in ("segment", "checkpoint")):
             return float("inf")
         found = float(self.tree.bytes_of("logits"))
+        kept = self._kept()
         for node in self._least_recent("segment"):
             segment = self._payload(node, "segment")
-            first, end = segment.start, segment.end
-            for start, part_end, use in self._parts(segment, first, end):
-                if self._worth_of_segment(node, segment, start, part_end, use) > limit:
+            for start, end, use in self._parts(segment, max(self.tree.start(node), kept.get(node, 0))):
+                if self._worth_of_segment(node, segment, start, end, use) > limit:
                     break
-                found += segment.nbytes * (part_end - start) / (end - first)
+                found += segment.nbytes * (end - start) / (segment.end - segment.start)
         for node in self._least_recent("checkpoint"):
             saved = self._payload(node, "checkpoint")
             use = saved.profile[-1].use if saved.profile else Use(0, 0)
@@ -204,7 +228,9 @@ class Leaving:
         return found
 
     @staticmethod
-    def _parts(segment: Any, first: int, end: int) -> Iterator[tuple[int, int, Use]]:
+    def _parts(segment: Any, first: int) -> Iterator[tuple[int, int, Use]]:
+        """Of what is behind `first` in a segment, the last one first: from where to where, and how it is used."""
+        end = segment.end
         while end > first:
             start, use = last_part(segment.profile, first, end)
             yield start, end, use

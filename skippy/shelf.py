@@ -1,4 +1,4 @@
-"""What lies in RAM: segments, checkpoints and logits on the nodes of the tree, under one cap of bytes.
+"""What is put into RAM: segments, checkpoints and logits on the nodes of the tree.
 
 Room is made before it is used; what was never going to fit is refused before anything leaves for it; what failed
 natively is not in the tree.
@@ -11,19 +11,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from skippy._radix import Node, RadixTree, Span
 from skippy.arena import Block
-from skippy.errors import Locked, NativeError, StateError
+from skippy.errors import Locked, NativeError
 from skippy.history import Tokens
 from skippy.leaving import Leaving
 from skippy.plan import window_reach
 from skippy.pool import Pool
-from skippy.segments import Checkpoint, Logits, RamStore, Saved, Segment
+from skippy.room import ALL_KINDS, KINDS, Emit, Kind, Room
+from skippy.segments import RamStore, Saved, Segment
 from skippy.speeds import Speeds
 from skippy.usage import Usage
 from skippy.worth import Profile, Use, clip, last_part
@@ -32,15 +32,8 @@ __all__ = ["ALL_KINDS", "KINDS", "Emit", "Kind", "Shelf"]
 
 log = logging.getLogger("skippy")
 
-Emit = Callable[..., None]
-Kind = Literal["segment", "checkpoint", "logits"]
-KINDS: tuple[Kind, ...] = ("segment", "checkpoint", "logits")
-ALL_KINDS: tuple[Literal["resident"] | Kind, ...] = ("resident", *KINDS)
 
-_OF_CLASS: dict[Kind, type[Saved]] = {"segment": Segment, "checkpoint": Checkpoint, "logits": Logits}
-
-
-class Shelf:
+class Shelf(Room):
     """Puts saved state of `pool` into `store` and on the nodes of `tree`, and takes it off again.
 
     `keep_saved` is False where nothing is to be saved (payload "resident-kv").  `leaving` says what makes room.
@@ -58,38 +51,11 @@ class Shelf:
         usage: Usage,
         leaving: Leaving,
     ) -> None:
-        self.tree = tree
+        super().__init__(tree, store, usage, leaving, emit)
         self.pool = pool
-        self.store = store
         self.keep_saved = keep_saved
         self.speeds = speeds
-        self.evictions: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.usage = usage
-        self.tombstones = usage.tombstones
-        self.leaving = leaving
-        self._emit = emit
-        self.on_leaving: Callable[[str, Tokens, Saved], None] = lambda namespace, path, saved: None
-
-    def saved(self, node: Node, kind: Kind) -> Saved:
-        """What `node` carries of a kind.  KeyError if it has none."""
-        saved = self.tree.get(node, kind)
-        if not isinstance(saved, _OF_CLASS[kind]):
-            raise KeyError(f"{node!r} has no {kind}")
-        return saved
-
-    def segment(self, node: Node) -> Segment:
-        """The segment that `node` carries.  KeyError if it has none."""
-        saved = self.saved(node, "segment")
-        assert isinstance(saved, Segment)
-        return saved
-
-    def _cap(self, kind: Kind) -> int:
-        """Bytes that a kind may take.  Checkpoints beside attention share with it; logits are a convenience."""
-        capacity = self.store.arena.capacity
-        if kind == "checkpoint":
-            return capacity // 2 if self.store.shape.has_attention else capacity
-        return capacity // 8 if kind == "logits" else capacity
 
     # -- paths ------------------------------------------------------------------------------------------
 
@@ -110,9 +76,22 @@ class Shelf:
             if gap is None:
                 break
             start, done = gap
+            if self.leaving.cuts:
+                done = self._first_branch(node, start, done)
             target = node if done == node.length else self.tree.insert(node.namespace, path[:done])
-            self._save_range(target, seq, start, done)
-        self.tree.discard(node)  # which does nothing unless it was made for this and carries nothing
+            if not self._save_range(target, seq, start, done) and self.leaving.cuts:
+                break  # what is worth more than that is in the way, and what is behind a gap is of no use
+        if node.alive:
+            self.tree.discard(node)  # which does nothing unless it was made for this and carries nothing
+
+    def _first_branch(self, node: Node, start: int, end: int) -> int:
+        """Where the first other path leaves [start, end): what several need is not saved in one with what one needs."""
+        at, least = self.tree.parent(node), max(1, self.leaving.min_tokens)
+        while at is not None and at.length >= start + least:
+            if at.length <= end - least and self.tree.children(at) > 1:
+                end = at.length
+            at = self.tree.parent(at)
+        return end
 
     def unsaved(self, node: Node) -> list[tuple[int, int]]:
         gaps, position = [], 0
@@ -124,25 +103,33 @@ class Shelf:
             gaps.append((position, node.length))
         return gaps
 
-    def _save_range(self, node: Node, seq: int, start: int, end: int) -> None:
+    def _save_range(self, node: Node, seq: int, start: int, end: int) -> bool:
+        """Whether it is saved up to `end`."""
         joined = self._joinable(node, start, end)
         begin = joined[0].start if joined else start
         path = self.tree.tokens(node)
         profile = self.usage.of_path(node.namespace, path)
-        lock = self.tree.lock(node)  # making room in RAM must not drop the head of the very path that is saved
+        # Making room in RAM must not drop the head of the very path that is saved; what another path adds may go.
+        lock = None
+        if self.leaving.cuts:
+            self.leaving.saving = (node.namespace, path)
+        else:
+            lock = self.tree.lock(node)
         try:
-            segment = self._save(seq, begin, end, profile)
+            segment = self._save(seq, begin, end, profile, beyond=start)
             if segment is None and joined:
-                segment = self._save(seq, start, end, profile)
+                segment = self._save(seq, start, end, profile, beyond=start)
         finally:
-            self.tree.unlock(lock)
+            self.leaving.saving = None
+            if lock is not None:
+                self.tree.unlock(lock)
+        if node.alive and (segment is None or segment.end < end):
+            self.tree.discard(node)  # if it was made for this
         if segment is None:
-            return
-        if not node.alive:  # it carried nothing, and only the lock kept it
-            node = self.tree.insert(node.namespace, path)
-        # The node where it begins must not be merged away while the segments after it are taken.
-        boundary = self._ancestor(node, segment.start)
-        hold = self.tree.lock(boundary) if boundary is not None else None
+            return False
+        if not node.alive or segment.end < end:  # it carried nothing, and only the lock kept it
+            node = self.tree.insert(node.namespace, path[: segment.end])
+        hold = self._hold(node.namespace, path[: segment.start])
         try:
             for span in reversed(joined):
                 if segment.start > span.start:
@@ -160,14 +147,8 @@ class Shelf:
         finally:
             if hold is not None:
                 self.tree.unlock(hold)
-        self._emit("save", tier="ram", tokens=end - segment.start, bytes=segment.nbytes)
-
-    def _ancestor(self, node: Node, length: int) -> Node | None:
-        """The node on the path of `node` that ends at `length` tokens, or None."""
-        at: Node | None = node
-        while at is not None and at.length > length:
-            at = self.tree.parent(at)
-        return at if at is not None and at.length == length else None
+        self._emit("save", tier="ram", tokens=segment.end - segment.start, bytes=segment.nbytes)
+        return segment.end == end
 
     def _joinable(self, node: Node, start: int, end: int) -> list[Span]:
         """The segments right before [start, end), in order, that are better saved again together with it."""
@@ -192,22 +173,43 @@ class Shelf:
             at = self.tree.parent(at)
         return False
 
-    def _save(self, seq: int, start: int, end: int, profile: Profile) -> Segment | None:
-        began = time.perf_counter()
-        _, use = last_part(profile, start, end)
-        try:
-            room = self._room_for("segment", lambda size: self.leaving.worth_of_tokens(end - start, size, use))
-            segment = self.store.save(self.pool, seq, start, end, room)
-        except NativeError as error:
-            self.failures["save"] += 1
-            log.warning("saving [%d, %d) of sequence %d failed: %s", start, end, seq, error)
+    def _save(self, seq: int, start: int, end: int, profile: Profile, *, beyond: int) -> Segment | None:
+        """Save [start, end), or as much of it, more than up to `beyond`, as is worth more than what leaves for it."""
+        stop: int | None = end
+        while stop is not None and stop > beyond:
+            asked: list[int] = []
+            _, use = last_part(profile, start, stop)
+
+            def worth(size: int, tokens: int = stop - start, use: Use = use, asked: list[int] = asked) -> float:
+                asked.append(size)
+                return self.leaving.worth_of_tokens(tokens, size, use)
+
+            began = time.perf_counter()
+            try:
+                segment = self.store.save(self.pool, seq, start, stop, self._room("segment", worth))
+            except NativeError as error:
+                self.failures["save"] += 1
+                log.warning("saving [%d, %d) of sequence %d failed: %s", start, stop, seq, error)
+                return None
+            if segment is not None:
+                segment.profile = clip(profile, stop, start)
+                self.speeds.saved(segment.nbytes, time.perf_counter() - began)
+                return segment
+            stop = self._shorter(start, stop, profile, asked[0]) if asked else None
+        self.evictions["segment:refused"] += 1
+        return None
+
+    def _shorter(self, start: int, stop: int, profile: Profile, size: int) -> int | None:
+        """Where [start, stop), of `size` bytes, is to end so that it may fit; None where it cannot be cut."""
+        if not self.leaving.cuts:
             return None
-        if segment is None:
-            self.evictions["segment:refused"] += 1
-        else:
-            segment.profile = clip(profile, end, start)
-            self.speeds.saved(segment.nbytes, time.perf_counter() - began)
-        return segment
+        part, use = last_part(profile, start, stop)
+        limit = self.leaving.worth_of_tokens(stop - start, size, use)
+        room = self.store.arena.capacity - self.store.arena.used + self.leaving.bytes_below(limit)
+        end = start + int(
+            min(room / size, 1.0) * (stop - start) * 0.98
+        )  # each state has a head, and blocks are rounded
+        return end if part < end < stop and end - start >= self.leaving.min_tokens else part
 
     def save_state(self, namespace: str, path: Tokens, seq: int) -> None:
         """Keep all that sequence `seq`, which holds `path`, can be brought back with to this very length."""
@@ -262,7 +264,7 @@ class Shelf:
 
         saved: Saved | None = None
         try:
-            saved = save(self._room_for(kind, value))
+            saved = save(self._room(kind, value))
             if saved is None:
                 self.evictions[f"{kind}:refused"] += 1
                 return False
@@ -282,90 +284,3 @@ class Shelf:
             self.speeds.saved(saved.nbytes, time.perf_counter() - began)
             self._emit("save", tier="ram", tokens=0, bytes=saved.nbytes)
         return True
-
-    # -- room -------------------------------------------------------------------------------------------
-
-    def _room_for(self, kind: Kind, worth: Callable[[int], float]) -> Callable[[int], Block | None]:
-        """Makes a block of some size, for which what is worth less leaves; None if that is not enough.
-
-        `worth(size)` is what the block will hold, in seconds for each byte.
-        """
-
-        def make(size: int) -> Block | None:
-            cap, arena = self._cap(kind), self.store.arena
-            if size > cap:
-                return None
-            limit = worth(size) if self.leaving.by_worth else math.inf
-            over = max(self.tree.bytes_of(kind) + size - cap, arena.used + size - arena.capacity)
-            if over > 0 and self.leaving.bytes_below(limit) < over:
-                return None  # before anything leaves for it in vain
-            while cap < arena.capacity and (over := self.tree.bytes_of(kind) + size - cap) > 0:
-                if not self._evict(kind, over, limit):
-                    return None
-            while (block := arena.allocate(size)) is None:
-                if not any(self._evict(each, size, limit) for each in self._leaving_order()):
-                    return None
-            return block
-
-        return make
-
-    def _leaving_order(self) -> tuple[Kind, ...]:
-        """Logits are the cheapest to get again; checkpoints go before segments where they take more than a quarter."""
-        many = self.tree.bytes_of("checkpoint") * 4 > self.store.arena.capacity
-        return ("logits", "checkpoint", "segment") if many else ("logits", "segment", "checkpoint")
-
-    def _evict(self, kind: Kind, nbytes: int, limit: float) -> bool:
-        """Let something of a kind leave, or its end, of `nbytes` if it can be cut; False if all is worth more."""
-        choice = self.leaving.saved(kind, nbytes)
-        if choice is None or choice.worth > limit:
-            return False
-        if choice.length:
-            self._shorten(choice.node, choice.length)
-        else:
-            self.drop(choice.node, kind, "bytes")
-        return True
-
-    def _shorten(self, node: Node, length: int) -> None:
-        """Cut the segment of `node`, behind which there is none, to its tokens before `length`."""
-        segment, path, start = self.segment(node), self.tree.tokens(node), self.tree.start(node)
-        self.on_leaving(node.namespace, path, segment)
-        try:
-            shorter = self.store.shorten(segment, length)
-        except StateError as error:
-            log.warning("a segment to be cut failed its check and is dropped: %s", error)
-            self.drop(node, "segment", "corrupt")
-            return
-        boundary = self._ancestor(node, start)
-        hold = self.tree.lock(boundary) if boundary is not None else None
-        try:
-            head = self.tree.insert(node.namespace, path[:length])
-            self.tree.take(node, "segment")
-            self.tree.put(head, "segment", shorter, bytes=shorter.nbytes, start=start)
-        finally:
-            if hold is not None:
-                self.tree.unlock(hold)
-        self.bury(node.namespace, path, segment.profile)
-        self.evictions["segment:cut"] += 1
-        self._emit("evict", tier="ram", reason="bytes", tokens=len(path) - length)
-
-    def drop(self, node: Node, kind: Kind, reason: str) -> None:
-        """Take what `node` carries of a kind off the tree and free its memory.  Locked where a request uses it."""
-        saved = self.saved(node, kind)
-        path = self.tree.tokens(node)
-        self.tree.take(node, kind)
-        if reason == "bytes":
-            self.on_leaving(node.namespace, path, saved)
-        self.store.drop(saved)
-        if kind == "segment":
-            self.usage.hand_over(node.namespace, path, saved.profile)
-        if reason == "bytes" and kind != "logits":
-            self.bury(node.namespace, path, saved.profile)
-        self.evictions[f"{kind}:{reason}"] += 1
-        tokens = saved.end - saved.start if isinstance(saved, Segment) else 0
-        self._emit("evict", tier="ram", reason=reason, tokens=tokens)
-
-    def bury(self, namespace: str, path: Tokens, profile: Profile) -> None:
-        """Remember a path that something has just left, if not all of it can be brought back any more."""
-        match = self.tree.match(namespace, path)
-        if max(match.resident_length, match.segment_length) < len(path):
-            self.tombstones.add(namespace, path, profile)

@@ -27,7 +27,7 @@ FLOORS = [
         "metrics",
     },
     {"store", "pool", "segments", "probe", "model", "plan", "lease", "stops", "starts"},
-    {"usage", "leaving", "shelf", "space", "spill", "restorer", "recorder", "cache", "sampling", "template"},
+    {"usage", "leaving", "room", "shelf", "space", "spill", "restorer", "recorder", "cache", "sampling", "template"},
     {
         "request",
         "engine",
