@@ -107,8 +107,8 @@ class Arena:
     def gather(self, size: int) -> bool:
         """Move blocks together until `size` bytes are in one gap; False, and nothing moves, if less are free.
 
-        No view of a block may be exported.  As few bytes move as can be; their views are new ones.  O(blocks), and the
-        bytes that move.
+        As few bytes move as can be.  The views of the blocks that move are new ones: nobody may look through an old
+        one, or an array made of it, afterwards.  O(blocks), and the bytes that move.
         """
         wanted = -(-size // ALIGNMENT) * ALIGNMENT
         if wanted > self.capacity - self.used or self._memory is None:

@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from skippy.worth import Profile, join
-
 __all__ = ["PartingHistory", "Tokens", "Tombstones", "goes_on_alike"]
 
 Tokens = npt.NDArray[np.int32]
@@ -75,31 +73,26 @@ class PartingHistory:
 
 
 class Tombstones:
-    """Remembers paths whose state was evicted, by digest, and how they were used; at most `capacity`, the oldest go."""
+    """Remembers paths whose state was evicted, by digest; at most `capacity` of them, the oldest go."""
 
     def __init__(self, capacity: int = 256) -> None:
         self._capacity = capacity
-        self._graves: OrderedDict[tuple[str, int, bytes], Profile] = OrderedDict()
+        self._graves: OrderedDict[tuple[str, int, bytes], None] = OrderedDict()
 
-    def add(self, namespace: str, tokens: Tokens, profile: Profile = ()) -> None:
-        """The state of this path is gone, which was used as `profile` says.  O(tokens)."""
+    def add(self, namespace: str, tokens: Tokens) -> None:
+        """The state of this path is gone.  O(tokens)."""
         key = (namespace, len(tokens), xxhash.xxh3_128_digest(tokens.tobytes()))
-        self._graves[key] = join(self._graves.pop(key, ()), profile)
+        self._graves[key] = self._graves.pop(key, None)
         if len(self._graves) > self._capacity:
             self._graves.popitem(last=False)
 
     def longest(self, namespace: str, tokens: Tokens) -> int:
         """How many leading tokens of a prompt had state that was evicted; 0 if none.  O(tokens and graves)."""
-        return self.find(namespace, tokens)[0]
-
-    def find(self, namespace: str, tokens: Tokens) -> tuple[int, Profile]:
-        """The same, and how they were used.  O(tokens and graves)."""
         lengths = sorted({n for name, n, _ in self._graves if name == namespace and n <= len(tokens)})
         state, at, found = xxhash.xxh3_128(), 0, 0
-        profile: Profile = ()
         for n in lengths:
             state.update(tokens[at:n].tobytes())
             at = n
             if (namespace, n, state.digest()) in self._graves:
-                found, profile = n, join(profile, self._graves[namespace, n, state.digest()])
-        return found, profile
+                found = n
+        return found

@@ -2,10 +2,11 @@
 
 Looked at are the least recent `AMONG` entries of a kind, so that a choice is O(1) in their number.  That is exact for
 as many as there mostly are; beyond, it is still right where it matters, because what is used again and again is not
-among the least recent ones.  The tree's order puts a path's inner entries behind its outer ones, and an entry behind
-which another one of those looked at lies is not chosen: what is behind a gap is of no use.
+among the least recent ones.  What others go on from stays: what is behind a gap is of no use.  Those others are among
+the entries looked at, because the tree makes a path's deepest entry the least recent.
 
-Only the end of an entry leaves where that is enough and it can be cut: up to where its use changes.
+Only the end of an entry leaves where that is enough and it can be cut: up to where its use changes, or where others
+go on from it.
 """
 
 from __future__ import annotations

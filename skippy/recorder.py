@@ -48,7 +48,7 @@ class Recorder:
         else:
             self._keep_resident(lease, tokens[:keep], match)
         if keep < n and self.space.shelf.keep_saved:
-            self.space.shelf.save_path(self.tree.insert(lease.namespace, tokens), lease.lane)
+            self.space.shelf.save_path(self.tree.insert(lease.namespace, tokens), lease.lane, weigh=True)
         while self.max_resident_tokens and self.tree.cells > self.max_resident_tokens:
             if not self.space.evict_resident("resident_cap", self.tree.cells - self.max_resident_tokens):
                 break

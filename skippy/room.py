@@ -11,7 +11,7 @@ from typing import Literal
 from skippy._radix import Lock, Node, RadixTree
 from skippy.arena import Block
 from skippy.errors import StateError
-from skippy.history import Tokens
+from skippy.history import Tokens, Tombstones
 from skippy.leaving import Leaving
 from skippy.segments import Checkpoint, Logits, RamStore, Saved, Segment
 from skippy.usage import Usage
@@ -36,7 +36,7 @@ class Room:
         self.tree = tree
         self.store = store
         self.usage = usage
-        self.tombstones = usage.tombstones
+        self.tombstones = Tombstones()
         self.leaving = leaving
         self.evictions: Counter[str] = Counter()
         self._emit = emit
@@ -147,7 +147,8 @@ class Room:
         """Remember a path that something has just left, if not all of it can be brought back any more."""
         match = self.tree.match(namespace, path)
         if max(match.resident_length, match.segment_length) < len(path):
-            self.tombstones.add(namespace, path, profile)
+            self.tombstones.add(namespace, path)
+            self.usage.ghosts.add(namespace, path, profile)
 
     def _hold(self, namespace: str, path: Tokens) -> Lock | None:
         """Keep the node at which a segment begins while others around it go; it is made if there is none."""

@@ -59,11 +59,12 @@ class Shelf(Room):
 
     # -- paths ------------------------------------------------------------------------------------------
 
-    def save_path(self, node: Node, seq: int) -> None:
+    def save_path(self, node: Node, seq: int, *, weigh: bool = False) -> None:
         """Save into RAM what of the path of `node` no segment holds yet, from sequence `seq`, which holds it.
 
-        A tail that is at least as long as the segment before it on an unbranched path is saved together with
-        it, so that a path of n tokens is a chain of O(log n) segments.  Failures are counted, never raised.
+        With `weigh` only what is worth more than what would have to leave for it.  A tail that is at least as long as
+        the segment before it on an unbranched path is saved together with it, so that a path of n tokens is a chain of
+        O(log n) segments.  Failures are counted, never raised.
         """
         if not self.keep_saved:
             return
@@ -79,7 +80,7 @@ class Shelf(Room):
             if self.leaving.cuts:
                 done = self._first_branch(node, start, done)
             target = node if done == node.length else self.tree.insert(node.namespace, path[:done])
-            if not self._save_range(target, seq, start, done) and self.leaving.cuts:
+            if not self._save_range(target, seq, start, done, weigh) and self.leaving.cuts:
                 break  # what is worth more than that is in the way, and what is behind a gap is of no use
         if node.alive:
             self.tree.discard(node)  # which does nothing unless it was made for this and carries nothing
@@ -103,7 +104,7 @@ class Shelf(Room):
             gaps.append((position, node.length))
         return gaps
 
-    def _save_range(self, node: Node, seq: int, start: int, end: int) -> bool:
+    def _save_range(self, node: Node, seq: int, start: int, end: int, weigh: bool) -> bool:
         """Whether it is saved up to `end`."""
         joined = self._joinable(node, start, end)
         begin = joined[0].start if joined else start
@@ -116,9 +117,9 @@ class Shelf(Room):
         else:
             lock = self.tree.lock(node)
         try:
-            segment = self._save(seq, begin, end, profile, beyond=start)
+            segment = self._save(seq, begin, end, profile, beyond=start, weigh=weigh)
             if segment is None and joined:
-                segment = self._save(seq, start, end, profile, beyond=start)
+                segment = self._save(seq, start, end, profile, beyond=start, weigh=weigh)
         finally:
             self.leaving.saving = None
             if lock is not None:
@@ -173,7 +174,7 @@ class Shelf(Room):
             at = self.tree.parent(at)
         return False
 
-    def _save(self, seq: int, start: int, end: int, profile: Profile, *, beyond: int) -> Segment | None:
+    def _save(self, seq: int, start: int, end: int, profile: Profile, *, beyond: int, weigh: bool) -> Segment | None:
         """Save [start, end), or as much of it, more than up to `beyond`, as is worth more than what leaves for it."""
         stop: int | None = end
         while stop is not None and stop > beyond:
@@ -182,7 +183,7 @@ class Shelf(Room):
 
             def worth(size: int, tokens: int = stop - start, use: Use = use, asked: list[int] = asked) -> float:
                 asked.append(size)
-                return self.leaving.worth_of_tokens(tokens, size, use)
+                return self.leaving.worth_of_tokens(tokens, size, use) if weigh else math.inf
 
             began = time.perf_counter()
             try:
@@ -195,7 +196,7 @@ class Shelf(Room):
                 segment.profile = clip(profile, stop, start)
                 self.speeds.saved(segment.nbytes, time.perf_counter() - began)
                 return segment
-            stop = self._shorter(start, stop, profile, asked[0]) if asked else None
+            stop = self._shorter(start, stop, profile, asked[0]) if asked and weigh else None
         self.evictions["segment:refused"] += 1
         return None
 
@@ -218,7 +219,7 @@ class Shelf(Room):
             return
         if shape.has_attention:
             node = self.tree.insert(namespace, path)
-            self.save_path(node, seq)
+            self.save_path(node, seq, weigh=True)
         if shape.needs_checkpoints or (shape.window and not self._window_is_held(namespace, path)):
             self.save_point(namespace, path, seq)
 

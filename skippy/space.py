@@ -12,7 +12,6 @@ from contextlib import suppress
 
 from skippy._radix import Node, RadixTree
 from skippy.errors import ContextFull, Locked, NativeError
-from skippy.history import Tombstones
 from skippy.leaving import Leaving
 from skippy.pool import Pool
 from skippy.segments import RamStore
@@ -55,7 +54,7 @@ class Space:
         self.pool = pool
         self.store = store
         self.speeds = Speeds() if speeds is None else speeds
-        self.usage = Usage(tree, Tombstones())
+        self.usage = Usage(tree)
         self.leaving = Leaving(
             tree,
             self.usage,
@@ -107,17 +106,21 @@ class Space:
                     f"free, and everything else is in use"
                 )
 
-    def evict_resident(self, reason: str, cells: int = 0) -> bool:
-        """Let an unlocked resident leave the pool, or for `cells` its end, for RAM where it fits; False if none can."""
+    def evict_resident(self, reason: str, cells: int = 0, *, weigh: bool = True) -> bool:
+        """Let an unlocked resident leave the pool, or for `cells` its end, for RAM where it fits; False if none can.
+
+        Without `weigh` it goes into RAM whatever has to leave there.
+        """
         choice = self.leaving.resident(cells)
         if choice is None:
             return False
-        self._leave(choice.node, reason, choice.length)
+        self._leave(choice.node, reason, choice.length, weigh=weigh)
         return True
 
-    def _leave(self, node: Node, reason: str, length: int = 0) -> None:
+    def _leave(self, node: Node, reason: str, length: int = 0, *, weigh: bool = True) -> None:
         """Let what is resident at `node` leave from `length` on."""
-        self.shelf.save_path(node, self.sequence_of(node))
+        if not weigh or self._worth_saving(node):
+            self.shelf.save_path(node, self.sequence_of(node), weigh=weigh)
         path = self.tree.tokens(node)
         profile = self.usage.of_resident(self.sequence_of(node))
         if length:
@@ -127,6 +130,14 @@ class Space:
         self.shelf.bury(node.namespace, path, profile)
         self.evictions[f"resident:{reason}"] += 1
         self._emit("evict", tier="resident", reason=reason, tokens=node.length - length)
+
+    def _worth_saving(self, node: Node) -> bool:
+        """Whether coming back from RAM would be faster than evaluating what of `node` is not there yet."""
+        unsaved = self._unsaved_cells(node)
+        if not self.leaving.by_worth or self.speeds.worth_restoring(unsaved * self.bytes_per_cell, unsaved):
+            return True
+        self.speeds.declined()
+        return False
 
     def _shorten(self, node: Node, length: int) -> None:
         """Keep the first `length` tokens of a resident; where they cannot be kept, none are."""
@@ -165,7 +176,7 @@ class Space:
         """
         unsaved = self._unsaved_cells(node)
         if unsaved and self._better_saved(unsaved, unsaved, tokens):
-            self.shelf.save_path(node, self.sequence_of(node))
+            self.shelf.save_path(node, self.sequence_of(node), weigh=True)
 
     def _unsaved_cells(self, node: Node) -> int:
         return sum(end - start for start, end in self.shelf.unsaved(node))

@@ -47,7 +47,7 @@ class Spill:
             return
         tree, shelf = self.space.tree, self.space.shelf
         with self.disk.patiently():
-            while self.space.evict_resident("closing"):
+            while self.space.evict_resident("closing", weigh=False):
                 pass
             for kind in KINDS:
                 for node in tree.entries(kind):  # least recent first: what there is no room for is the oldest

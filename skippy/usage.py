@@ -5,22 +5,53 @@ from __future__ import annotations
 from typing import Any
 
 from skippy._radix import Match, Node, RadixTree
-from skippy.history import Tokens, Tombstones
+from skippy.history import Tokens
 from skippy.worth import Profile, again, clip, fresh, join
 
 __all__ = ["Usage"]
 
 
+class Ghosts:
+    """Paths whose state was evicted, and how they were used: the least recent go beyond `capacity` tokens.
+
+    A tree, because the next prompt shares the head of such a path, and seldom all of it.  It holds tokens alone.
+    """
+
+    def __init__(self, capacity: int = 1 << 19) -> None:
+        self.capacity = capacity
+        self.tree = RadixTree()
+
+    def add(self, namespace: str, tokens: Tokens, profile: Profile) -> None:
+        """The state of this path is gone.  O(tokens)."""
+        if not 0 < len(tokens) <= self.capacity:
+            return
+        node = self.tree.insert(namespace, tokens)
+        before: Any = self.tree.get(node, "resident")
+        if before is not None:
+            self.tree.take(node, "resident")
+            node = self.tree.insert(namespace, tokens)
+        self.tree.put(node, "resident", join(before or (), profile))
+        while self.tree.stats()["tokens"] > self.capacity and (oldest := self.tree.victim("resident")) is not None:
+            self.tree.take(oldest, "resident")
+
+    def find(self, namespace: str, tokens: Tokens) -> Profile:
+        """How the head that this prompt has in common with one of them was used.  O(tokens in common)."""
+        match = self.tree.match(namespace, tokens)
+        if match.resident is None:
+            return ()
+        profile: Any = self.tree.get(match.resident, "resident")
+        return clip(profile, match.resident_length)
+
+
 class Usage:
     """Profiles of residents by sequence id, of saved state on the payload itself: they go when those go.
 
-    `now` counts requests.  `tombstones` keep the profiles of paths that were evicted, so that the request that asks
-    for one again is its second use.
+    `now` counts requests.  `ghosts` are what was evicted, so that the request that asks for it again is its second use.
     """
 
-    def __init__(self, tree: RadixTree, tombstones: Tombstones) -> None:
+    def __init__(self, tree: RadixTree) -> None:
         self.tree = tree
-        self.tombstones = tombstones
+        self.ghosts = Ghosts()
         self.now = 0
         self._residents: dict[int, Profile] = {}
 
@@ -55,8 +86,8 @@ class Usage:
         known = self._known(self.tree.match(namespace, tokens))
         if known and known[-1].end >= len(tokens):
             return known
-        length, before = self.tombstones.find(namespace, tokens)
-        return join(join(known, again(before, length, self.now)), fresh(len(tokens), self.now))
+        before = again(self.ghosts.find(namespace, tokens), len(tokens), self.now)
+        return join(join(known, before), fresh(len(tokens), self.now))
 
     def _known(self, match: Match) -> Profile:
         known: Profile = ()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,3 +131,62 @@ def test_any_order_of_lending_and_giving_back(actions: list[int]) -> None:
         arena.free(block)
     arena.check()
     assert arena.allocate(4096) is not None
+
+
+def test_a_block_that_shrinks_keeps_its_beginning_and_frees_its_end() -> None:
+    arena = Arena(640)
+    block, after = arena.allocate(300), arena.allocate(64)
+    assert block is not None
+    assert after is not None
+    block.view[:] = bytes(range(250)) + bytes(50)
+    arena.shrink(block, 100)
+    arena.check()
+    assert (block.size, block.reserved, arena.used) == (100, 128, 192)
+    assert bytes(block.view) == bytes(range(100))
+    assert arena.allocate(192) is not None  # between the two
+    arena.shrink(after, 64)
+    arena.check()
+    with pytest.raises(ValueError, match="has no 101 bytes"):
+        arena.shrink(block, 101)
+
+
+def test_gathering_moves_as_little_as_can_be() -> None:
+    arena = Arena(64 * 10)
+    blocks = [arena.allocate(64 * n) for n in (1, 2, 1, 3, 1, 2)]
+    small = [block for block in blocks if block is not None]
+    for i, block in enumerate(small):
+        block.view[:] = bytes([i]) * block.size
+    arena.free(small[0])
+    arena.free(small[2])
+    arena.free(small[4])
+    assert arena.allocate(128) is None
+    assert not arena.gather(256)
+    assert arena.gather(128)
+    arena.check()
+    assert (small[1].start, small[3].start) == (0, 256)  # the shorter of the two that lie between gaps
+    assert arena.allocate(128) is not None
+    assert [set(small[i].view) for i in (1, 3, 5)] == [{1}, {3}, {5}]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["lend", "free", "shrink", "gather"]), st.integers(1, 900)), max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_any_order_of_shrinking_and_gathering_keeps_what_the_blocks_hold(actions: list[tuple[str, int]]) -> None:
+    arena = Arena(4096)
+    lent: dict[Block, bytes] = {}
+    for name, number in actions:
+        block = list(lent)[number % len(lent)] if lent else None
+        if name == "lend" and (new := arena.allocate(number)) is not None:
+            new.view[:] = lent[new] = random.Random(number).randbytes(number)
+        elif name == "free" and block is not None:
+            arena.free(block)
+            del lent[block]
+        elif name == "shrink" and block is not None:
+            size = 1 + number % block.size
+            arena.shrink(block, size)
+            lent[block] = lent[block][:size]
+        elif name == "gather":
+            free = arena.capacity - arena.used
+            assert arena.gather(number) == (-(-number // 64) * 64 <= free)
+            assert number > free or max(size for size, _ in arena._gaps) >= number
+        arena.check()
+        assert all(bytes(block.view) == content for block, content in lent.items())

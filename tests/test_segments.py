@@ -66,7 +66,7 @@ class NumberedContext:
 class Shelf:
     """A tree, a pool and a store, and paths that are saved as soon as they are named."""
 
-    def __init__(self, capacity: int, tokens: int, size: int) -> None:
+    def __init__(self, capacity: int, tokens: int, size: int, by_worth: bool = True) -> None:
         assert size % tokens == 0
         self.context = NumberedContext(size // tokens)
         self.tokens = tokens
@@ -74,7 +74,13 @@ class Shelf:
         self.tree = RadixTree()
         self.store = RamStore(capacity)
         self.space = Space(
-            self.tree, self.pool, self.store, lane_cells=lambda: 0, keep_saved=True, emit=lambda *args, **kwargs: None
+            self.tree,
+            self.pool,
+            self.store,
+            lane_cells=lambda: 0,
+            keep_saved=True,
+            emit=lambda *args, **kwargs: None,
+            by_worth=by_worth,
         )
 
     def save(self, name: int, tokens: int | None = None) -> bool:
@@ -88,8 +94,9 @@ class Shelf:
         return self.tree.match("ns", path).segment_length == len(path)
 
 
-def test_t11_a_cap_of_ten_megabytes() -> None:
-    shelf = Shelf(10 * MB, tokens=100, size=3 * MB)
+@pytest.mark.parametrize("by_worth", [True, False])
+def test_t11_a_cap_of_ten_megabytes(by_worth: bool) -> None:
+    shelf = Shelf(10 * MB, tokens=100, size=3 * MB, by_worth=by_worth)
     for i in range(1, 11):
         assert shelf.save(i)
         assert shelf.store.arena.peak <= 10 * MB
@@ -113,8 +120,9 @@ def test_t11_a_cap_of_ten_megabytes() -> None:
     assert (shelf.store.arena.used, len(shelf.tree)) == (0, 0)
 
 
-def test_t11_thirty_two_states_of_one_megabyte() -> None:
-    shelf = Shelf(10 * MB, tokens=50, size=MB)
+@pytest.mark.parametrize("by_worth", [True, False])
+def test_t11_thirty_two_states_of_one_megabyte(by_worth: bool) -> None:
+    shelf = Shelf(10 * MB, tokens=50, size=MB, by_worth=by_worth)
     for i in range(32):
         assert shelf.save(i + 1)
         assert shelf.store.arena.peak <= 10 * MB
@@ -122,8 +130,9 @@ def test_t11_thirty_two_states_of_one_megabyte() -> None:
     assert kept == list(range(22, 32))
 
 
-def test_what_is_locked_is_never_evicted_for_bytes() -> None:
-    shelf = Shelf(7 * MB, tokens=100, size=3 * MB)
+@pytest.mark.parametrize("by_worth", [True, False])
+def test_what_is_locked_is_never_evicted_for_bytes(by_worth: bool) -> None:
+    shelf = Shelf(7 * MB, tokens=100, size=3 * MB, by_worth=by_worth)
     assert shelf.save(1)
     assert shelf.save(2)
     lock = shelf.tree.lock(shelf.tree.entries("segment")[0])

@@ -1,0 +1,297 @@
+"""What leaves first: policies on traces of requests, without a model.
+
+    python benchmarks/policy.py [TRACE.jsonl ...] [--budgets 16K,32K] [--tiers pool,ram,both] [--requests N] [--json FILE]
+
+TRACE is in Mooncake's format: a line a request, with `hash_ids` of blocks of 512 tokens and `input_length`.  Without
+one, a synthetic trace is made: agents over a few system prompts, conversations that go on and end, and prompts that
+come once.  Answers are not replayed: a trace does not say which block of the next turn holds them.
+
+A block is replayed as 32 tokens, so that 1 cell stands for 16 tokens; figures and budgets are in the trace's tokens.
+"worth" and "lru" are skippy's: its cache, tree, pool, shelf and choice, over a context that holds positions and no
+memory.  What a running request needs is not part of the budget.  Tiers: "pool": all of it cells of residents; "ram":
+all of it saved state; "both": a quarter of it cells, the rest saved state.  Beside them, in blocks: "blocks, lru" is
+what caches of fixed pages do; "bound" lets leave what is used again the latest, which only who knows the future can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import logging
+import random
+import struct
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from skippy.cache import Cache
+from skippy.capability import Capability
+from skippy.config import CacheConfig
+from skippy.layout import MAGIC
+from skippy.pool import Pool
+
+BLOCK, PER_BLOCK = 512, 32
+SCALE = BLOCK // PER_BLOCK
+ROW = 26  # bytes of K and of V for a token, so that it takes 64 bytes when it is saved
+BYTES = 12 + 2 * ROW
+RESTORE = 1e9  # bytes per second
+
+
+class Positions:
+    """A context whose sequences are ranges of positions: what `_llama.Context` does, without cells and memory."""
+
+    n_batch = 512
+
+    def __init__(self, n_ctx: int, n_seq_max: int) -> None:
+        self.n_ctx, self.n_seq_max = n_ctx, n_seq_max
+        self.ranges: dict[int, tuple[int, int]] = {}
+
+    def seq_cp(self, src: int, dst: int, start: int = 0, end: int = -1) -> None:
+        first, last = self.ranges[src]
+        first, last = max(first, start), last if end == -1 else min(last, end)
+        if dst in self.ranges:
+            first, last = min(first, self.ranges[dst][0]), max(last, self.ranges[dst][1])
+        self.ranges[dst] = (first, last)
+
+    def seq_rm(self, seq: int, start: int = 0, end: int = -1) -> bool:
+        first, last = self.ranges.pop(seq, (0, 0))
+        if first < start < last:
+            self.ranges[seq] = (first, start)
+        elif start >= last > first:
+            self.ranges[seq] = (first, last)
+        return True
+
+    def seq_pos_min(self, seq: int) -> int:
+        return self.ranges[seq][0] if seq in self.ranges else -1
+
+    def seq_pos_max(self, seq: int) -> int:
+        return self.ranges[seq][1] - 1 if seq in self.ranges else -1
+
+    def decode(self, seq: int, start: int, tokens: Any, outputs: Any = "last") -> int:
+        assert start == self.seq_pos_max(seq) + 1
+        self.ranges[seq] = (self.ranges.get(seq, (start, 0))[0], start + len(tokens))
+        return 0
+
+    def state_size(self, seq: int, flags: int = 0) -> int:
+        first, last = self.ranges.get(seq, (0, 0))
+        return 16 + 8 + 24 + (last - first) * BYTES
+
+    def save(self, seq: int, out: Any, flags: int = 0) -> int:
+        first, last = self.ranges[seq]
+        n = last - first
+        data = np.frombuffer(out, np.uint8)
+        data[:16] = np.frombuffer(struct.pack("<IiII", MAGIC, seq, 1, n), np.uint8)
+        cells = np.stack([np.arange(first, last), np.full(n, 1), np.full(n, seq)], axis=1).astype("<i4")
+        offset = 16 + 12 * n
+        data[16:offset] = np.frombuffer(cells.tobytes(), np.uint8)
+        data[offset : offset + 8] = np.frombuffer(struct.pack("<II", 0, 1), np.uint8)
+        offset += 8
+        for _ in range(2):
+            data[offset : offset + 12] = np.frombuffer(struct.pack("<iQ", 0, ROW), np.uint8)
+            data[offset + 12 : offset + 12 + ROW * n] = 0
+            offset += 12 + ROW * n
+        return offset
+
+    def load(self, seq: int, data: Any, flags: int = 0) -> None:
+        raw = np.frombuffer(data, np.uint8)
+        (n,) = struct.unpack_from("<I", raw, 12)
+        (first,) = struct.unpack_from("<i", raw, 16)
+        self.ranges[seq] = (first, first + n)
+
+
+class Request:
+    """A prompt: its blocks, and how many of its (scaled) tokens each of them holds."""
+
+    def __init__(self, blocks: list[int], length: int) -> None:
+        length = max(1, min(round(length / SCALE), len(blocks) * PER_BLOCK))
+        self.blocks = blocks[: -(-length // PER_BLOCK)]
+        self.sizes = [PER_BLOCK] * len(self.blocks)
+        self.sizes[-1] = length - PER_BLOCK * (len(self.blocks) - 1)
+        names = np.array(self.blocks, np.int64)[:, None] * PER_BLOCK + np.arange(PER_BLOCK)
+        self.tokens = (names.reshape(-1)[:length] % (2**31 - 1)).astype(np.int32)
+
+
+def read_trace(path: Path, most: int) -> list[Request]:
+    with path.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines if line.strip()]
+    rows = sorted(rows, key=lambda row: row.get("timestamp", 0))[:most]
+    return [Request(row["hash_ids"], row["input_length"]) for row in rows if row["hash_ids"]]
+
+
+def synthetic(requests: int, seed: int = 5) -> list[Request]:
+    """Of each ten requests four come once, about one begins a conversation over one of eight system prompts."""
+    rng = random.Random(seed)
+    made = 0
+
+    def blocks(n: int) -> list[int]:
+        nonlocal made
+        made += n
+        return list(range(made - n, made))
+
+    systems = [blocks(rng.randint(1, 8)) for _ in range(8)]
+    going: list[list[int]] = []  # the latest first: who has just written writes again the soonest
+    found: list[Request] = []
+    for _ in range(requests):
+        chance = rng.random()
+        if chance < 0.4:
+            prompt = blocks(rng.randint(2, 30))
+        elif chance < 0.9 and going:
+            prompt = going.pop(min(int(rng.expovariate(0.25)), len(going) - 1)) + blocks(rng.randint(1, 4))
+            if rng.random() < 0.85 and len(prompt) < 64:
+                going.insert(0, prompt)
+        else:
+            prompt = systems[min(int(rng.expovariate(0.5)), 7)] + blocks(rng.randint(1, 6))
+            going.insert(0, prompt)
+        found.append(Request(prompt, len(prompt) * BLOCK - rng.randint(0, BLOCK - 1)))
+    return found
+
+
+def replay(requests: list[Request], eviction: Any, tier: str, budget: int, prefill: float) -> dict[str, float]:
+    """Tokens that skippy restores with `budget` cells, or as much saved state, or some of both."""
+    longest = max(len(request.tokens) for request in requests) + 8
+    cells = {"pool": budget, "ram": 0, "both": budget // 4}[tier]
+    residents = 200
+    context = Positions(cells + 2 * longest, residents + 2)
+    config = CacheConfig(
+        mode="lookup-record",
+        payload={"pool": "resident-kv", "ram": "full-state", "both": "auto"}[tier],  # type: ignore[arg-type]
+        ram=(budget - cells) * BYTES,
+        min_tokens=64 // SCALE,
+        eviction=eviction,
+        residency="keep",
+        max_bytes=0,
+        logits_bytes=0,
+    )
+    pool = Pool(context, lanes=1, residents=residents)
+    cache = Cache(pool, config, max_resident_tokens=cells, capability=Capability(None, bytes_per_token=BYTES))
+    speeds = cache.speeds
+    speeds.prefilled(int(prefill), SCALE)  # a token that is replayed stands for 16
+    speeds.restored(int(RESTORE), 1.0)
+    speeds.saved(int(RESTORE), 1.0)
+    speeds.prefilled = speeds.restored = speeds.saved = lambda *_: None  # type: ignore[method-assign]
+    hits = 0
+    began = time.perf_counter()
+    for request in requests:
+        lease = cache.begin("trace", request.tokens)
+        assert lease is not None
+        hits += lease.restored
+        new = request.tokens[lease.length :]
+        context.decode(lease.lane, lease.length, new)
+        lease.length = len(request.tokens)
+        cache.record(lease, request.tokens)
+        cache.end(lease)
+    seconds = time.perf_counter() - began
+    cache.check()
+    used = cache.tree.cells + cache.store.arena.used / BYTES
+    assert used <= budget, f"{used} cells are kept, the budget is {budget}"
+    cache.close()
+    return {"hits": hits, "ms_per_request": 1e3 * seconds / len(requests)}
+
+
+def next_uses(requests: list[Request]) -> Iterator[list[int]]:
+    """For each request, when each of its blocks is used again."""
+    coming: dict[int, int] = defaultdict(lambda: len(requests))
+    backwards = []
+    for at in range(len(requests) - 1, -1, -1):
+        backwards.append([coming[block] for block in requests[at].blocks])
+        coming.update(dict.fromkeys(requests[at].blocks, at))
+    return reversed(backwards)
+
+
+def in_blocks(requests: list[Request], budget: int, *, future: bool) -> int:
+    """Tokens that a cache of blocks finds which drops the least recent one, or the one that is needed the latest.
+
+    Of one path the deepest is first in both orders, so that no block is left behind a gap.
+    """
+    sizes: dict[int, int] = {}
+    rank: dict[int, tuple[int, int]] = {}
+    heap: list[tuple[int, int, int]] = []
+    used = hits = 0
+    for at, (request, again) in enumerate(zip(requests, next_uses(requests), strict=True)):
+        found, running = 0, True
+        for depth, (block, size, later) in enumerate(zip(request.blocks, request.sizes, again, strict=True)):
+            running = running and block in sizes
+            if running:
+                found += min(size, sizes[block])
+            used += size - sizes.get(block, 0)
+            sizes[block] = size
+            rank[block] = (-later if future else at, -depth)
+            heapq.heappush(heap, (*rank[block], block))
+        hits += min(found, len(request.tokens) - 1)
+        while used > budget:
+            when, depth, block = heapq.heappop(heap)
+            if rank.get(block) == (when, depth):
+                used -= sizes.pop(block)
+                del rank[block]
+    return hits
+
+
+def measure(requests: list[Request], budgets: list[int], tiers: list[str], prefill: float) -> dict[str, Any]:
+    total = sum(len(request.tokens) for request in requests)
+
+    def figure(hits: float, more: dict[str, float] | None = None) -> dict[str, float]:
+        return {"hit_rate": hits / total, "seconds_saved": hits * SCALE / prefill, **(more or {})}
+
+    rows: dict[str, Any] = {}
+    for tier in tiers:
+        for eviction in ("lru", "worth"):
+            row = rows[f"{tier}, {eviction}"] = {}
+            for budget in budgets:
+                found = replay(requests, eviction, tier, budget // SCALE, prefill)
+                row[budget] = figure(found.pop("hits"), found)
+    for name, future in (("blocks, lru", False), ("bound", True)):
+        rows[name] = {budget: figure(in_blocks(requests, budget // SCALE, future=future)) for budget in budgets}
+    rows["no limit"] = dict.fromkeys(budgets, figure(in_blocks(requests, total, future=False)))
+    return {"requests": len(requests), "tokens": total * SCALE, "policies": rows}
+
+
+def show(name: str, found: dict[str, Any], budgets: list[int], prefill: float) -> None:
+    title = (
+        f"{name}: {found['requests']} requests, {found['tokens']:,} tokens; hit rate, seconds saved at {prefill:g}/s"
+    )
+    table = Table(title=title)
+    table.add_column("policy")
+    for budget in budgets:
+        table.add_column(f"{budget:,}", justify="right")
+    for policy, row in found["policies"].items():
+        table.add_row(policy, *(f"{row[b]['hit_rate']:.3f}  {row[b]['seconds_saved']:7,.0f}" for b in budgets))
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+
+
+def size(text: str) -> int:
+    return int(text[:-1]) * 1024 if text[-1:] in "kK" else int(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE.jsonl")
+    parser.add_argument("--budgets", default="16K,32K,64K,128K", help="in tokens")
+    parser.add_argument("--tiers", default="pool,ram,both")
+    parser.add_argument("--requests", type=int, default=600, metavar="N", help="at most, of each trace")
+    parser.add_argument("--prefill", type=float, default=500.0, help="tokens per second")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE as well")
+    arguments = parser.parse_args()
+    logging.getLogger("skippy").setLevel(logging.ERROR)
+    budgets = [size(text) for text in arguments.budgets.split(",")]
+    tiers = arguments.tiers.split(",")
+    traces = {path.name: read_trace(path, arguments.requests) for path in arguments.traces}
+    found = {}
+    for name, requests in (traces or {"synthetic": synthetic(arguments.requests)}).items():
+        found[name] = measure(requests, budgets, tiers, arguments.prefill)
+        show(name, found[name], budgets, arguments.prefill)
+    if arguments.json:
+        Path(arguments.json).write_text(
+            json.dumps({"block": BLOCK, "replayed_as": PER_BLOCK, "traces": found}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
