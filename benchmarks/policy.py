@@ -1,6 +1,6 @@
 """What leaves first: policies on traces of requests, without a model.
 
-    python benchmarks/policy.py [TRACE.jsonl ...] [--budgets 16K,32K] [--tiers pool,ram,both] [--requests N] [--json FILE]
+    python benchmarks/policy.py [TRACE.jsonl ...] [--budgets 16K,32K] [--tiers pool,ram] [--requests N] [--json FILE]
 
 TRACE is in Mooncake's format: a line a request, with `hash_ids` of blocks of 512 tokens and `input_length`.  Without
 one, a synthetic trace is made: agents over a few system prompts, conversations that go on and end, and prompts that

@@ -21,14 +21,7 @@ from skippy.capability import Capability
 from skippy.history import Tokens
 from skippy.speeds import Speeds
 from skippy.usage import Usage
-from skippy.worth import (
-    Use,
-    last_part,
-    seconds_to_evaluate,
-    seconds_to_restore,
-    seconds_to_save,
-    worth,
-)
+from skippy.worth import Prices, Use, last_part, worth
 
 __all__ = ["AMONG", "Choice", "Leaving"]
 
@@ -91,11 +84,12 @@ class Leaving:
         if not self.by_worth:
             node = self.tree.victim("resident")
             return None if node is None else Choice(node, 0, 0.0, self.tree.exclusive_cells(node))
-        choices = [self._resident(node, cells) for node in self._least_recent("resident")]
+        prices = Prices.of(self.speeds)
+        choices = [self._resident(node, cells, prices) for node in self._least_recent("resident")]
         # What frees nothing leaves at last, except for its id.
         return min(choices, key=lambda choice: (cells > 0 and choice.size == 0, choice.worth), default=None)
 
-    def _resident(self, node: Node, cells: int) -> Choice:
+    def _resident(self, node: Node, cells: int, prices: Prices) -> Choice:
         free, now = self.tree.exclusive_cells(node), self.usage.now
         profile = self.usage.of_resident(self._payload(node, "resident"))
         end, first = node.length, node.length - free
@@ -103,31 +97,29 @@ class Leaving:
             total = 0.0
             while end > first:
                 start, use = last_part(profile, first, end)
-                total += worth(self._seconds_of_cells(node, start, end), 1, use, now)
+                total += worth(self._seconds_of_cells(node, start, end, prices), 1, use, now)
                 end = start
             return Choice(node, 0, total, free)
         start, use = last_part(profile, first, end)
-        value = worth(self._seconds_of_cells(node, start, end), end - start, use, now)
+        value = worth(self._seconds_of_cells(node, start, end, prices), end - start, use, now)
         length = max(start, end - cells)
         if not self.cuts or length - first < self.min_tokens or length < self.min_tokens:
             return Choice(node, 0, value, free)
         return Choice(node, length, value, end - length)
 
-    def _seconds_of_cells(self, node: Node, start: int, end: int) -> float:
+    def _seconds_of_cells(self, node: Node, start: int, end: int, prices: Prices) -> float:
         """What it costs to bring back the tokens [start, end) of a resident, from RAM where they are or will be."""
-        saved = sum(max(0, min(span.reach, end) - max(span.start, start)) for span in self.tree.segments(node))
-        unsaved = max(0, end - start - saved)
-        seconds = self._seconds_from_ram(saved)
+        cells, each = end - start, self.bytes_per_token
         if self.saves:
-            return (
-                seconds + self._seconds_from_ram(unsaved) + seconds_to_save(self.speeds, unsaved * self.bytes_per_token)
-            )
-        return seconds + seconds_to_evaluate(self.speeds, unsaved)
+            saved = self._saved_cells(node, start, end) if prices.saved else cells
+            return prices.restoring(cells * each, cells) + (cells - saved) * each * prices.saved
+        saved = self._saved_cells(node, start, end)
+        return prices.restoring(saved * each, saved) + (cells - saved) * prices.token
 
-    def _seconds_from_ram(self, tokens: int) -> float:
-        if not self.bytes_per_token:
-            return seconds_to_evaluate(self.speeds, tokens)
-        return seconds_to_restore(self.speeds, tokens * self.bytes_per_token, tokens)
+    def _saved_cells(self, node: Node, start: int, end: int) -> int:
+        if not self.tree.count("segment"):
+            return 0
+        return sum(max(0, min(span.reach, end) - max(span.start, start)) for span in self.tree.segments(node))
 
     # -- RAM --------------------------------------------------------------------------------------------
 
@@ -138,7 +130,8 @@ class Leaving:
         if kind == "logits" or not self.by_worth:  # logits are all alike
             node = self.tree.victim(kind)
             return None if node is None else Choice(node, 0, 0.0, self.tree.bytes(node, kind))
-        choices = [self._segment(node, needed, nbytes) for node, needed in self._may_leave()]
+        prices = Prices.of(self.speeds)
+        choices = [self._segment(node, needed, nbytes, prices) for node, needed in self._may_leave()]
         return min(choices, key=lambda choice: choice.worth, default=None)
 
     def _may_leave(self) -> list[tuple[Node, int]]:
@@ -159,25 +152,25 @@ class Leaving:
         """How many leading tokens of segments stay because of what is being saved."""
         return {} if self.saving is None else {span.node: span.reach for span in self.tree.match(*self.saving).segments}
 
-    def _segment(self, node: Node, needed: int, nbytes: int) -> Choice:
+    def _segment(self, node: Node, needed: int, nbytes: int, prices: Prices) -> Choice:
         segment = self._payload(node, "segment")
         first, end = max(self.tree.start(node), needed), segment.end
         start, use = last_part(segment.profile, first, end)
         each = segment.nbytes / (end - segment.start)
-        value = self._worth_of_segment(node, segment, start, end, use)
+        value = self._worth_of_segment(node, segment, start, end, use, prices)
         length = max(start, end - math.ceil(nbytes / each))
         if not self.shape.residents or (not needed and length - first < self.min_tokens):
             return Choice(node, 0, value, segment.nbytes)
         return Choice(node, length, value, int((end - length) * each))
 
-    def _worth_of_segment(self, node: Node, segment: Any, start: int, end: int, use: Use) -> float:
+    def _worth_of_segment(self, node: Node, segment: Any, start: int, end: int, use: Use, prices: Prices) -> float:
         nbytes = segment.nbytes * (end - start) // (segment.end - segment.start)
-        seconds = seconds_to_evaluate(self.speeds, end - start)
-        if self.tree.count("resident"):
+        seconds = (end - start) * prices.token
+        if prices.saved and self.tree.count("resident"):
             path = self.tree.tokens(node)
             if self.tree.match(node.namespace, path).resident_length >= end:
                 # It is in the pool as well: all that is lost is the time of saving it once more.
-                seconds = min(seconds, seconds_to_save(self.speeds, nbytes)) if self.speeds.save else seconds
+                seconds = min(seconds, nbytes * prices.saved)
         return worth(seconds, nbytes, use, self.usage.now)
 
     def _checkpoint(self) -> Choice | None:
@@ -203,22 +196,22 @@ class Leaving:
         while above is not None and self.tree.get(above, "checkpoint") is None:
             above = self.tree.parent(above)
         tokens = node.length - (above.length if above is not None else 0)
-        return worth(seconds_to_evaluate(self.speeds, tokens), nbytes, use, self.usage.now)
+        return worth(tokens * Prices.of(self.speeds).token, nbytes, use, self.usage.now)
 
     def worth_of_tokens(self, tokens: int, nbytes: int, use: Use) -> float:
         """Of `tokens` that are about to be saved in `nbytes`."""
-        return worth(seconds_to_evaluate(self.speeds, tokens), nbytes, use, self.usage.now)
+        return worth(tokens * Prices.of(self.speeds).token, nbytes, use, self.usage.now)
 
     def bytes_below(self, limit: float) -> float:
         """How much of RAM is worth at most `limit` a byte and not locked; infinite where not all was looked at."""
         if not self.by_worth or any(self.tree.count(kind) > AMONG for kind in ("segment", "checkpoint")):
             return float("inf")
         found = float(self.tree.bytes_of("logits"))
-        kept = self._kept()
+        kept, prices = self._kept(), Prices.of(self.speeds)
         for node in self._least_recent("segment"):
             segment = self._payload(node, "segment")
             for start, end, use in self._parts(segment, max(self.tree.start(node), kept.get(node, 0))):
-                if self._worth_of_segment(node, segment, start, end, use) > limit:
+                if self._worth_of_segment(node, segment, start, end, use, prices) > limit:
                     break
                 found += segment.nbytes * (end - start) / (segment.end - segment.start)
         for node in self._least_recent("checkpoint"):

@@ -23,6 +23,7 @@ from skippy.speeds import Speeds
 
 __all__ = [
     "Part",
+    "Prices",
     "Profile",
     "Use",
     "again",
@@ -30,9 +31,6 @@ __all__ = [
     "fresh",
     "join",
     "last_part",
-    "seconds_to_evaluate",
-    "seconds_to_restore",
-    "seconds_to_save",
     "worth",
 ]
 
@@ -153,6 +151,8 @@ def _compact(parts: Sequence[Part]) -> Profile:
 
 def last_part(profile: Profile, start: int, end: int) -> tuple[int, Use]:
     """Where the last part of [start, end) begins, and how it is used; what is not recorded was used never."""
+    if len(profile) == 1 and profile[0].end >= end:  # what most are
+        return start, profile[0].use
     clipped = clip(profile, end, start)
     if not clipped:
         return start, Use(0, 0)
@@ -170,17 +170,27 @@ def worth(seconds: float, size: int, use: Use, now: int) -> float:
     return seconds / max(size, 1) * (PROMOTED if use.expected(now) else 1) / (max(0, now - use.last) + 1)
 
 
-def seconds_to_evaluate(speeds: Speeds, tokens: int) -> float:
-    """One second a token until it was measured: then all tokens cost alike."""
-    return tokens / (speeds.prefill or 1.0)
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds for each token that is evaluated, and for each byte that is restored or saved, at some moment.
 
+    Until prefill was measured a token takes a second: then all tokens cost alike.  Nothing is restored cheaper, and
+    saving is free, until that was measured too.
+    """
 
-def seconds_to_save(speeds: Speeds, nbytes: int) -> float:
-    """0 until all is measured that it is compared with."""
-    return nbytes / speeds.save if speeds.save and speeds.prefill else 0.0
+    token: float = 1.0
+    restored: float | None = None
+    saved: float = 0.0
 
+    @classmethod
+    def of(cls, speeds: Speeds) -> Prices:
+        """What was measured.  O(1)."""
+        prefill, restore, save = speeds.prefill, speeds.restore, speeds.save
+        if not prefill:
+            return cls()
+        return cls(1 / prefill, 1 / restore if restore else None, 1 / save if save else 0.0)
 
-def seconds_to_restore(speeds: Speeds, nbytes: int, tokens: int) -> float:
-    """At most as long as evaluating takes: what is dearer is not restored."""
-    evaluating = seconds_to_evaluate(speeds, tokens)
-    return min(nbytes / speeds.restore, evaluating) if speeds.restore and speeds.prefill else evaluating
+    def restoring(self, nbytes: int, tokens: int) -> float:
+        """At most as long as evaluating takes: what is dearer is not restored."""
+        evaluating = tokens * self.token
+        return evaluating if self.restored is None or not nbytes else min(nbytes * self.restored, evaluating)

@@ -153,7 +153,7 @@ def test_segments_are_deltas_and_the_system_prompt_is_saved_once(driver: Callabl
     tokens_saved = 200 + 3 * 40
     overhead = 744 + 64  # header and layer entries, and the arena's rounding
     assert tokens_saved * per_token <= d.cache.store.arena.used <= tokens_saved * per_token + 4 * overhead
-    assert d.cache.tree.count("segment") == 4 - 1  # the first path is one segment; the others add their tails
+    assert d.cache.tree.count("segment") == 4  # what they share, and the tail of each
     for tail in tails:
         lease = d.run([*system, *tail, 1])
         assert (lease.restored, lease.by_tier["resident"] + lease.by_tier["ram"]) == (240, 240)
@@ -544,19 +544,25 @@ def test_a_restore_that_is_dearer_than_evaluating_is_not_made(driver: Callable[.
     assert (lease.restored, lease.reason) == (0, "not_worth_it")
 
 
-def test_saved_bytes_are_a_hard_cap(driver: Callable[..., Driver]) -> None:
+@pytest.mark.parametrize("eviction", ["worth", "lru"])
+def test_saved_bytes_are_a_hard_cap(driver: Callable[..., Driver], eviction: str) -> None:
     cap = 3_000_000  # room for two paths of 60 tokens
-    d = driver(n_ctx=1024, max_bytes=cap)
+    d = driver(n_ctx=1024, max_bytes=cap, eviction=eviction)
     for i in range(5):
         d.run(words(60, i))
         d.evict_all()
         assert d.cache.store.arena.peak <= cap
-    assert d.cache.tree.count("segment") == 2
-    assert d.cache.space.evictions["segment:bytes"] == 3
+    if eviction == "lru":
+        assert d.cache.tree.count("segment") == 2
+        assert d.cache.space.evictions["segment:bytes"] == 3
+    else:  # the beginning of one more
+        assert d.cache.tree.count("segment") == 3
+        assert d.cache.space.evictions["segment:cut"] > 0
+    count = d.cache.tree.count("segment")
     d.run(words(200, 9))
     evicted = dict(d.cache.space.evictions)
     d.evict_all()  # 4.6 MB can never fit: refused, and nothing leaves for it
-    assert d.cache.tree.count("segment") == 2
+    assert d.cache.tree.count("segment") == count
     assert d.cache.space.evictions["segment:bytes"] == evicted["segment:bytes"]
     assert d.cache.space.evictions["segment:refused"] == 1
     assert [d.run([*words(60, i), 1]).restored for i in (3, 4)] == [60, 60]

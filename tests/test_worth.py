@@ -15,6 +15,7 @@ from skippy.errors import ContextFull, Locked
 from skippy.speeds import Speeds
 from skippy.worth import (
     Part,
+    Prices,
     Profile,
     Use,
     again,
@@ -22,9 +23,6 @@ from skippy.worth import (
     fresh,
     join,
     last_part,
-    seconds_to_evaluate,
-    seconds_to_restore,
-    seconds_to_save,
     worth,
 )
 from tests.test_cache_model import World, path
@@ -72,18 +70,17 @@ def test_a_request_counts_once() -> None:
     assert Use(3, 3).again(7) == Use(3, 7, 2)
 
 
-def test_seconds_until_measured_and_after() -> None:
+def test_prices_until_measured_and_after() -> None:
     speeds = Speeds()
-    assert seconds_to_evaluate(speeds, 10) == 10
-    assert seconds_to_restore(speeds, 1000, 10) == 10
-    assert seconds_to_save(speeds, 1000) == 0
-    speeds.prefilled(100, 1.0)
     speeds.restored(1000, 1.0)
     speeds.saved(500, 1.0)
-    assert seconds_to_evaluate(speeds, 10) == pytest.approx(0.1)
-    assert seconds_to_restore(speeds, 50, 10) == pytest.approx(0.05)
-    assert seconds_to_restore(speeds, 5000, 10) == pytest.approx(0.1)  # dearer than evaluating: it is evaluated
-    assert seconds_to_save(speeds, 50) == pytest.approx(0.1)
+    assert Prices.of(speeds) == Prices()
+    assert Prices().restoring(1000, 10) == 10
+    speeds.prefilled(100, 1.0)
+    prices = Prices.of(speeds)
+    assert (prices.token, prices.restored, prices.saved) == pytest.approx((0.01, 0.001, 0.002))
+    assert prices.restoring(50, 10) == pytest.approx(0.05)
+    assert prices.restoring(5000, 10) == pytest.approx(0.1)  # dearer than evaluating: it is evaluated
 
 
 # ---- profiles ------------------------------------------------------------------------------------------------------
