@@ -63,7 +63,8 @@ class Cache:
     ) -> None:
         self.pool = pool
         self.config = config
-        self.logits_bytes = logits_bytes
+        # Those that are never kept must not stand in for the checkpoint before the last token.
+        self.logits_bytes = logits_bytes if logits_bytes and 4 * pool.context.n_vocab <= logits_bytes else 0
         self.capability = Capability(unable) if capability is None else capability
         self.unable = self.capability.unable
         if self.unable is None and not self.capability.residents and not config.saved_bytes_cap():

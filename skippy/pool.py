@@ -27,6 +27,7 @@ class NativeContext(Protocol):
     n_ctx: int
     n_batch: int
     n_seq_max: int
+    n_vocab: int
 
     def seq_cp(self, src: int, dst: int, start: int = 0, end: int = -1) -> None: ...
     def seq_rm(self, seq: int, start: int = 0, end: int = -1) -> bool: ...

@@ -95,7 +95,14 @@ class Ledger:
     def memory(self, seq: int) -> Memory:
         return Memory.read(state_of(self.rt.context.sequences, seq), self.rt.capability.layout)
 
+    def _expect_empty(self, lease: Lease) -> None:
+        if self.rt.context.sequences.seq_pos_max(lease.lane) != -1:
+            self.wrong.append("a lane without tokens is not empty")
+
     def evaluated(self, lease: Lease, tokens: Tokens) -> None:
+        if len(tokens) == 0:
+            self._expect_empty(lease)
+            return
         memory = self.memory(lease.lane)
         digests = prefix_digests(tokens)
         found = memory.wrong_positions(len(tokens), self.window)
@@ -117,8 +124,7 @@ class Ledger:
     def restored(self, lease: Lease, tokens: Tokens) -> None:
         n = lease.length
         if n == 0:
-            if self.rt.context.sequences.seq_pos_max(lease.lane) != -1:
-                self.wrong.append("a lane without restored tokens is not empty")
+            self._expect_empty(lease)
             return
         found = self.compare(self.memory(lease.lane), tokens[:n])
         if found is not None:

@@ -35,7 +35,7 @@ def open_tiny(tiny: Callable[[str], Path]) -> Iterator[Open]:
         )
         settings = {"n_ctx": 2048, "n_batch": n_batch, "n_ubatch": n_batch, "lanes": 2, "n_threads": 1, **settings}
         rt = skippy.Runtime(tiny(name), cache=config, **settings)
-        rt.cache.speeds.worth_restoring = lambda nbytes, tokens: True  # type: ignore[method-assign]
+        rt.cache.speeds.worth_restoring = lambda *_: True  # type: ignore[method-assign]
         opened.append((rt, Ledger.watch(rt)))
         return rt
 

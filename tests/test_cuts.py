@@ -65,7 +65,7 @@ def open_tiny(tiny: Callable[[str], Path]) -> Iterator[Callable[..., skippy.Runt
         config = skippy.CacheConfig(min_tokens=LEAST, ram="64MiB", residency="keep", logits_bytes=0)
         settings = {"n_ctx": 1024, "n_ubatch": settings["n_batch"], "lanes": 2, "n_threads": 1, **settings}
         opened.append(skippy.Runtime(tiny(name), cache=config, **settings))
-        opened[-1].cache.speeds.worth_restoring = lambda nbytes, tokens: True  # type: ignore[method-assign]
+        opened[-1].cache.speeds.worth_restoring = lambda *_: True  # type: ignore[method-assign]
         return opened[-1]
 
     yield open_

@@ -257,7 +257,7 @@ def shared(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Itera
     ) as rt:
         assert rt.capability.unable is None
         # How fast this machine is must not decide what a test restores.
-        rt.cache.speeds.worth_restoring = lambda nbytes, tokens: True  # type: ignore[method-assign]
+        rt.cache.speeds.worth_restoring = lambda *_: True  # type: ignore[method-assign]
         answers = Answers(path, n_batch=128, flash_attn=case.flash_attn, types=case.types)
         yield Bench(rt, answers, case.kind, Ledger.watch(rt))
         answers.close()

@@ -37,7 +37,7 @@ def test_random_conversations(
     with skippy.Runtime(
         tiny(name), n_ctx=768, n_threads=1, lanes=2, n_ubatch=settings["n_batch"], cache=config, **settings
     ) as rt:
-        rt.cache.speeds.worth_restoring = lambda nbytes, tokens: True  # type: ignore[method-assign]
+        rt.cache.speeds.worth_restoring = lambda *_: True  # type: ignore[method-assign]
         ledger = Ledger.watch(rt)
         for step in range(STEPS):
             match rng.integers(10):

@@ -17,6 +17,7 @@ from skippy.speeds import Speeds
 class Saved:
     nbytes: int = 1000
     damaged: bool = False
+    tier: str = "ram"
 
 
 def path(*runs: tuple[int, int]) -> list[int]:

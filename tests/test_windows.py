@@ -25,7 +25,7 @@ def open_runtime(path: Path, *, n_batch: int, ram: int, **settings: Any) -> skip
     config = skippy.CacheConfig(min_tokens=16, ram=ram, logits_bytes=0)
     settings = {"n_ctx": 8192 + 512, "n_ubatch": n_batch, "lanes": 3, "n_threads": 1, **settings}
     rt = skippy.Runtime(path, n_batch=n_batch, cache=config, **settings)
-    rt.cache.speeds.worth_restoring = lambda nbytes, tokens: True  # type: ignore[method-assign]
+    rt.cache.speeds.worth_restoring = lambda *_: True  # type: ignore[method-assign]
     return rt
 
 
