@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Any
 
 from skippy.request import Chunk, Completion, Request
@@ -29,13 +30,21 @@ class Cancellable:
         self._cancelled.set()
 
 
-async def _in_thread(pool: Executor, stop: Cancellable, call: Callable[[], Any]) -> Any:
-    """The result of `call` in the pool.  If the task is cancelled, the request stops, and that is waited for."""
-    future = asyncio.get_running_loop().run_in_executor(pool, call)
+async def _in_thread(pool: Executor, request: Request, stop: Cancellable, call: Callable[[], Any]) -> Any:
+    """The result of `call` in the pool.  If the task is cancelled, the request stops, and that is waited for.
+
+    ValueError where the pool takes nothing any more, because the Runtime is closed.
+    """
+    request.task = asyncio.current_task()  # the threads of the pool belong to nobody
+    try:
+        future = asyncio.get_running_loop().run_in_executor(pool, call)
+    except RuntimeError as error:
+        raise ValueError("this Runtime is closed") from error
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         stop.cancel()
+        request.cancel()
         while not future.done():
             try:
                 await asyncio.shield(future)
@@ -48,7 +57,7 @@ async def _in_thread(pool: Executor, stop: Cancellable, call: Callable[[], Any])
 
 async def acomplete(request: Request, stop: Cancellable, pool: Executor) -> Completion:
     """The answer of `request`, whose `should_stop` is `stop`."""
-    answer: Completion = await _in_thread(pool, stop, request.complete)
+    answer: Completion = await _in_thread(pool, request, stop, request.complete)
     return answer
 
 
@@ -56,8 +65,9 @@ async def astream(request: Request, stop: Cancellable, pool: Executor) -> AsyncI
     """The chunks of `request`.  Closing the iterator early keeps what was evaluated, as it does without asyncio."""
     chunks = request.run()
     try:
-        while (chunk := await _in_thread(pool, stop, lambda: next(chunks, None))) is not None:
+        while (chunk := await _in_thread(pool, request, stop, lambda: next(chunks, None))) is not None:
             yield chunk
     finally:
         stop.cancel()
-        await _in_thread(pool, stop, chunks.close)
+        with suppress(ValueError):  # it is closed, and there is nothing left to keep
+            await _in_thread(pool, request, stop, chunks.close)

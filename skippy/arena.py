@@ -194,7 +194,8 @@ class Arena:
             raise ValueError(f"{len(self._lent)} blocks are still lent")
         if self._memory is not None and self._map is not None:
             self._memory.release()
-            self._map.close()
+            with suppress(BufferError):  # the traceback of an error still looks at it: it goes with that
+                self._map.close()
             self._memory = self._map = None
             self._gaps.clear()
             self._gap_at.clear()

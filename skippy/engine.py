@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from skippy.cache import Cache
-from skippy.errors import ContextFull, LanesBusy, NativeError, Overloaded
-from skippy.model import ABORTED, ModelContext
+from skippy.errors import ContextFull, LanesBusy, NativeError, Overloaded, SkippyError
+from skippy.model import ABORTED, ModelContext, Stop
 from skippy.request import Chunk, Request, Tokens
 from skippy.steps import Steps
 
@@ -61,15 +61,19 @@ class Engine:
         self.waiting: list[Request] = []
         self.refused = 0
         self.at_each_step: Callable[[], object] = lambda: None
+        # Never taken within a step: the garbage collector may close a stream, which takes a step, while it is held.
         self._changed = threading.Condition()
         self._version = 0
-        self._idle: set[int] = set()  # threads that can do nothing but wait
-        self._leader: int | None = None  # the thread that takes the steps
+        self._idle: set[object] = set()  # who has looked since the last change, and can do nothing but wait
+        self._leader: Request | None = None  # what is asked for by the thread that takes the steps
+        self._freed = 0  # how often cells were set free that were in use
+        self._went_on = True  # whether the last step did anything
 
     # -- for whoever asks ---------------------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
         """Put a request into the queue.  Overloaded if it is full; nothing has been touched then."""
+        self._check_outside()
         with self.steps:
             free = self.lanes - len(self.running)
             if len(self.waiting) >= self.queue + free:
@@ -77,7 +81,12 @@ class Engine:
                 raise Overloaded(len(self.waiting), self._retry_after())
             self.waiting.append(request)
             self.waiting.sort(key=lambda each: -each.priority)  # which keeps the order of those of one priority
-        self._bump()
+        self.wake()
+
+    def _check_outside(self) -> None:
+        self.steps.check()
+        if self.steps.inside:  # it would wait for a step that cannot end before it has returned
+            raise RuntimeError("this Runtime is being asked from within one of its own steps (a should_stop)")
 
     def _retry_after(self) -> float | None:
         """Seconds until a place in the queue is free, if prompts take as long as they did."""
@@ -92,43 +101,50 @@ class Engine:
         One of those who ask leads: it takes steps for everybody until it has what it asked for.  Raises what ended the
         request: ContextFull, NativeError, LanesBusy, or what its callbacks raised.
         """
-        me = threading.get_ident()
-        self.steps.check()
-        request.thread, request.wanted, request.whole = me, True, whole
-        self._bump()
+        self._check_outside()
+        request.asked(whole=whole)
+        self.wake()
         try:
             while True:
                 with self._changed:
                     while not request.has_news and self._leader is not None and not self.steps.closed:
                         self._changed.wait()
                     if not request.has_news:
-                        self._leader = me
+                        self._leader = request
                 if request.has_news:
                     return request.take_news()
-                self._lead(request, me)
+                self._lead(request)
         finally:
             request.wanted = False
-            with self._changed:
-                self._idle.discard(me)
+            self._let_lead(request)  # where it was interrupted before it began
 
-    def _lead(self, request: Request, me: int) -> None:
+    def _lead(self, request: Request) -> None:
         """Take steps until there is news of `request`, or nothing goes on; then wait until something has changed."""
-        progressed = True
+        stuck = False
         version = 0
         try:
-            while progressed and not request.has_news:
+            while not (stuck or request.has_news):
                 with self.steps:
                     version = self._version
-                    progressed = self._step()
-                    if not progressed:
-                        self._check_stuck(request, me)
-                self._bump()
+                    if not self._step():
+                        stuck = True
+                        self._check_stuck(request)
+                if not stuck:
+                    self.wake()
+        except BaseException:
+            self.wake()  # the step may have done something before it was interrupted
+            raise
         finally:
-            with self._changed:
+            self._let_lead(request)
+        if stuck:
+            self._wait(version)
+
+    def _let_lead(self, request: Request) -> None:
+        """Who asked for `request` does not lead any more, if it did: another one may."""
+        with self._changed:
+            if self._leader is request:
                 self._leader = None
                 self._changed.notify_all()
-        if not progressed:
-            self._wait(me, version)
 
     def leave(self, request: Request) -> None:
         """The request is over, or given up: what was evaluated is kept, and its lane is free."""
@@ -137,49 +153,52 @@ class Engine:
             return
         if self.steps.closed:
             return
-        with self.steps:
-            if request in self.waiting:
-                self.waiting.remove(request)
-            self._retire(request)
-        self._bump()
+        try:
+            with self.steps:
+                if request in self.waiting:
+                    self.waiting.remove(request)
+                self._retire(request)
+        except ValueError:
+            if not self.steps.closed:  # it was closed meanwhile: there is nothing left to give back
+                raise
+        self.wake()
 
     # -- waiting ------------------------------------------------------------------------------------------
 
-    def _bump(self) -> None:
+    def wake(self) -> None:
+        """Something has changed: whoever waits looks again.  Not within a step."""
         with self._changed:
             self._version += 1
+            self._idle.clear()
             self._changed.notify_all()
 
-    def _wait(self, me: int, version: int) -> None:
-        """Wait until something has changed since `version`."""
+    def freed(self) -> None:
+        """Something may leave the pool that could not before."""
+        self._freed += 1
+        if not self.steps.inside:
+            self.wake()
+
+    def _wait(self, version: int) -> None:
+        """Wait until something has changed since `version`.
+
+        A step in which nothing went on is no change: those who wait would wake each other for ever.
+        """
         with self._changed:
-            if self._version != version + 1:  # the one is the end of the step in which nothing went on
-                return
-            if me not in self._idle:
-                self._idle.add(me)
-                self._version += 1  # whoever waits looks again whether anybody is left who can go on
-                self._changed.notify_all()
-            version = self._version
             while self._version == version and not self.steps.closed:
                 self._changed.wait()
 
-    def wake(self) -> None:
-        """Let everybody who waits look again; the runtime is being closed."""
-        with self._changed:
-            self._version += 1
-            self._changed.notify_all()
+    def _check_stuck(self, request: Request) -> None:
+        """Nothing went on.  Raise where nobody can: the streams that hold the lanes belong to threads that wait.
 
-    def _check_stuck(self, request: Request, me: int) -> None:
-        """Raise where nobody can go on: the streams that hold the lanes belong to threads that wait themselves."""
-        if request not in self.waiting:
-            return
-        with self._changed:
-            others = {each.thread for each in self.running} - self._idle - {me}
-        if others:
+        Within the step, so that of those who come to wait at once the last one sees all others.
+        """
+        self._idle.add(request.asker)
+        if request not in self.waiting or not {each.asker for each in self.running} <= self._idle:
             return
         self.waiting.remove(request)
-        if request.blocked is not None:
-            raise request.blocked
+        blocked = next((each.blocked for each in (request, *self.waiting) if each.blocked is not None), None)
+        if blocked is not None:
+            raise blocked
         raise LanesBusy(f"all {self.lanes} lanes are held by streams that nobody else can end")
 
     # -- a step -------------------------------------------------------------------------------------------
@@ -187,14 +206,52 @@ class Engine:
     def _step(self) -> bool:
         """Admit who waits and evaluate one batch; whether anything went on."""
         self.at_each_step()
-        admitted = self._admit()
-        ready = [request for request in self.running if self._is_ready(request)]
-        stopped = [request for request in ready if self._stops(request)]
-        for request in stopped:
+        freed = self._freed
+        try:
+            ended = self._end_what_is_over()
+            admitted = self._admit()
+            ready = [request for request in self.running if self._is_ready(request)]
+            stopped = [request for request in ready if self._stops(request)]
+            for request in stopped:
+                self._retire(request)
+            items = self._choose([request for request in ready if request not in stopped])
+            self._evaluate(items)
+        except BaseException:
+            self._settle()
+            raise
+        self._went_on = bool(ended or admitted or stopped or items or self._freed != freed)
+        return self._went_on
+
+    def _end_what_is_over(self) -> bool:
+        """Free the lanes of those whose end a step did not come to, and give up who waits and was cancelled."""
+        over = [each for each in self.running if each.finish_reason is not None or each.error is not None]
+        for request in over:
             self._retire(request)
-        items = self._choose([request for request in ready if request not in stopped])
-        self._evaluate(items)
-        return bool(admitted or stopped or items)
+        cancelled = [each for each in self.waiting if each.cancelled]
+        for request in cancelled:
+            self.waiting.remove(request)
+            request.finish("stopped")
+            self._retire(request)
+        return bool(over or cancelled)
+
+    def _settle(self) -> None:
+        """After a step that was interrupted: no lane holds anything that its request does not know of."""
+        for request in list(self.running):
+            lease = request.lease
+            if lease is not None and self.cache.pool.length(lease.lane) != lease.length:
+                self._undo(request)
+
+    def _undo(self, request: Request, code: int = 2) -> None:
+        """What a failed batch left in the lane goes; a request whose lane is lost with it is at its end."""
+        lease = request.lease
+        assert lease is not None
+        try:
+            self.cache.undo(lease, code)
+        except NativeError as error:
+            request.error = error
+            self._retire(request)
+        if lease.length == 0:
+            lease.promised = len(request.tokens)
 
     def _is_ready(self, request: Request) -> bool:
         if request.finish_reason is not None or request.error is not None:
@@ -207,8 +264,14 @@ class Engine:
         try:
             return request.stopping()
         except BaseException as error:  # noqa: BLE001 - its caller's code, which another thread may be running
-            request.error = error
+            self._blame(request, error)
             return True
+
+    def _blame(self, request: Request, error: BaseException) -> None:
+        """It is the end of `request`; but Ctrl-C is for whoever is running here."""
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        request.error = error
 
     def _admit(self) -> bool:
         """Give lanes to requests that wait, in order; whether any got one."""
@@ -216,23 +279,27 @@ class Engine:
         for request in list(self.waiting):
             if len(self.running) >= self.lanes:
                 break
+            if request.blocked is not None and request.blocked_at == self._freed and self._went_on:
+                break  # looking again before anybody has ended would restore all of it again, in vain, at each step
             if self._evaluated_by_another(request):
                 continue
             try:
                 lease = self.cache.begin(request.namespace, request.tokens, reuse=request.keep, room=request.room)
             except ContextFull as error:
                 if self.running:  # those who hold the cells may end; who came later may not go before
-                    request.blocked = error
+                    request.blocked, request.blocked_at = error, self._freed
                     break
                 self._fail(request, error)
                 admitted = True
                 continue
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - it is this request's alone, and another thread may be here
                 self._fail(request, error)
-                raise
+                admitted = True
+                continue
             if lease is None:
                 break
             self.waiting.remove(request)
+            request.blocked = None
             request.begun(lease)
             lease.promised = len(request.tokens) - lease.length
             self.running.append(request)
@@ -242,8 +309,7 @@ class Engine:
 
     def _fail(self, request: Request, error: BaseException) -> None:
         request.error = error
-        if request in self.waiting:
-            self.waiting.remove(request)
+        self.waiting.remove(request)
 
     def _begin(self, request: Request) -> None:
         """What a request needs before its first batch."""
@@ -254,9 +320,10 @@ class Engine:
         if request.evaluated:
             if not request.wants_token:
                 request.finish("length")
-                self._retire(request)
             elif lease.logits is not None:
                 self._accept(request, -1, lease.logits)
+        if request.finish_reason is not None or request.error is not None:
+            self._retire(request)
 
     def _evaluated_by_another(self, request: Request) -> bool:
         """Whether to wait because a running request is evaluating the head of this prompt; it is told to publish it."""
@@ -284,16 +351,26 @@ class Engine:
     def _publish(self, request: Request) -> None:
         """Record what a running request has evaluated so far, for somebody who waits for it."""
         request.publish_at = None
-        assert request.lease is not None
-        self.cache.record(request.lease, request.path(request.length))
+        self._record(request)
+
+    def _record(self, request: Request) -> None:
+        """Keep what its lane holds.  What fails costs time, and nobody an answer."""
+        lease = request.lease
+        assert lease is not None
+        if request.keep and lease.length:
+            try:
+                self.cache.record(lease, request.path(lease.length))
+            except SkippyError:
+                log.exception("what a lane holds was not recorded")
+                self.cache.space.failures["record"] += 1
 
     def _choose(self, ready: list[Request]) -> list[_Item]:
         """The next batch: a token of each lane that decodes, and tokens of prompts in the order they came."""
         items = []
         for request in ready:
             if request.evaluated:  # its logits were lost, because a step was interrupted: once more from zero
-                assert request.lease is not None
-                self.cache.restorer.clean(request.lease)
+                self._empty(request)
+        ready = [request for request in ready if not request.done]
         decoding = [request for request in ready if not request.in_prompt]
         room = self.context.sequences.n_batch - len(decoding)
         budget = min(room, self.prompt_budget) if decoding else room
@@ -304,6 +381,18 @@ class Engine:
                 items.append(self._item(request, budget))
                 budget -= len(items[-1].tokens)
         return self._with_room(items)
+
+    def _empty(self, request: Request) -> None:
+        """Begin once more from zero; that is its end where its lane cannot be emptied."""
+        lease = request.lease
+        assert lease is not None
+        try:
+            self.cache.restorer.clean(lease)
+        except NativeError as error:
+            request.error = error
+            self._retire(request)
+        else:
+            lease.promised = len(request.tokens)
 
     @staticmethod
     def _item(request: Request, most: int) -> _Item:
@@ -373,9 +462,6 @@ class Engine:
         request = item.request
         if request.error is not None or request.finish_reason is not None:
             return
-        assert request.lease is not None
-        if request.length == 0:
-            request.lease.promised = len(request.tokens)
         self._evaluate(self._with_room([self._item(request, len(item.tokens))]))
 
     def _note(self, items: list[_Item], prompts: list[_Item], seconds: float) -> None:
@@ -392,6 +478,7 @@ class Engine:
         request = items[0].request
         alone = len(items) == 1
         code = 0
+        stop: Stop | None = None
         asking: Any = nullcontext()
         if alone and request.in_prompt and request.should_stop is not None:
             asking = self.context.stop_when(request.should_stop)
@@ -406,13 +493,12 @@ class Engine:
                     raise NativeError(f"evaluating {n} tokens at {at} failed with {code}", code)
         except BaseException as error:
             for item in items:
-                lease = item.request.lease
-                assert lease is not None
-                self.cache.undo(lease, code)
+                self._undo(item.request, code)
+            asked = stop is not None and error is stop.error  # raised by should_stop, and not by Ctrl-C
+            if isinstance(error, KeyboardInterrupt) or not (isinstance(error, Exception) or asked):
+                raise  # it is for whoever is running here
             if alone:
                 self._failed(request, error, stopped=code == ABORTED and stop is not None and stop.said)
-            elif not isinstance(error, Exception):
-                raise
             else:
                 log.warning("a batch of %d requests failed, each is evaluated by itself: %s", len(items), error)
             return False
@@ -434,7 +520,7 @@ class Engine:
             self._out_of_room(request, error)
             return
         else:
-            request.error = error
+            request.error = request.error or error
         self._retire(request)
 
     def _chosen(self, item: _Item) -> None:
@@ -452,7 +538,7 @@ class Engine:
     def _accept(self, request: Request, index: int, logits: Any = None) -> None:
         try:
             request.accept(request.sampler.sample(self.context, index, logits))
-        except BaseException as error:  # noqa: BLE001 - it is this request's alone, and another thread may be here
+        except Exception as error:  # noqa: BLE001 - it is this request's alone, and another thread may be here
             request.error = error
 
     def _keep_state(self, request: Request) -> None:
@@ -478,15 +564,14 @@ class Engine:
         if request not in self.running:
             return
         self.running.remove(request)
+        self._freed += 1
         lease = request.lease
         assert lease is not None
         lease.promised = 0
         try:
-            if request.keep:
-                self.cache.record(lease, request.path(lease.length))
+            self._record(request)
         finally:
             self.cache.end(lease)
-        self._bump()
 
 
 def _common(a: Tokens, b: Tokens) -> int:

@@ -41,11 +41,12 @@ class Pin:
 
 
 class Holding:
-    """The pins of one cache.  `steps` is held around every use of it."""
+    """The pins of one cache.  `steps` is held around every use of it; `freed` is called when something may leave."""
 
-    def __init__(self, cache: Cache, steps: Steps) -> None:
+    def __init__(self, cache: Cache, steps: Steps, freed: Callable[[], object]) -> None:
         self._cache = cache
         self._steps = steps
+        self._freed = freed
         self._locks: dict[Pin, Lock] = {}
 
     def __len__(self) -> int:
@@ -85,8 +86,13 @@ class Holding:
         if self._steps.inside:
             self._steps.later(lambda: self._release(pin))
         elif not self._steps.closed:
-            with self._steps:
-                self._unlock(pin)
+            try:
+                with self._steps:
+                    self._unlock(pin)
+            except ValueError:
+                if not self._steps.closed:  # it was closed meanwhile
+                    raise
+            self._freed()
 
     def _unlock(self, pin: Pin) -> None:
         lock = self._locks.pop(pin, None)
@@ -98,6 +104,7 @@ class Holding:
         now = time.monotonic()
         for pin in [pin for pin in self._locks if pin.expires is not None and pin.expires <= now]:
             self._unlock(pin)
+            self._freed()
 
     def forget(self, namespace: str, tokens: Tokens) -> int:
         """Drop all that is stored of paths that begin with `tokens`, and of their head what nobody else shares.
@@ -118,6 +125,7 @@ class Holding:
             for node, saved in sorted(below, key=lambda each: -each[0].length):
                 if node.alive and tree.children(node) == 0:
                     dropped += self._drop(node, saved)
+        self._freed()
         return dropped
 
     def _drop(self, node: Node, kind: Literal["resident"] | Kind) -> int:

@@ -74,6 +74,8 @@ class Pool:
 
     def take_lane(self) -> int | None:
         """The lowest free lane, or None."""
+        if not self._lanes:
+            self.recover()
         return heapq.heappop(self._lanes) if self._lanes else None
 
     def take_resident(self) -> int | None:
@@ -85,6 +87,17 @@ class Pool:
         self.empty(seq)
         self.set_aside.pop(seq, None)  # it could not be emptied before, and could now
         heapq.heappush(self._lanes if seq in self._lane_ids else self._residents, seq)
+
+    def recover(self) -> None:
+        """Try once more to empty the ids that were set aside: what failed once need not fail for ever."""
+        for seq in list(self.set_aside):
+            try:
+                emptied = self.context.seq_rm(seq) and self.context.seq_pos_max(seq) == -1
+            except (SkippyError, RuntimeError):
+                continue
+            if emptied:
+                log.info("sequence %d could be emptied after all", seq)
+                self.give_back(seq)
 
     def length(self, seq: int) -> int:
         """Tokens in `seq`, counted from position 0: its highest position and one."""
@@ -160,6 +173,8 @@ class Pool:
     def scratch(self) -> Iterator[int]:
         """The empty sequence for captures; it is emptied again when the block ends, however it ends."""
         if self._capture is None:
+            if not self._residents:
+                self.recover()
             self._capture = self.take_resident()
         temp = self._capture
         if temp is None:

@@ -91,10 +91,13 @@ class Request:
         self.outbox: deque[Chunk] = deque()
         self.error: BaseException | None = None
         self.blocked: BaseException | None = None  # why it still waits although a lane is free
+        self.blocked_at = 0  # the engine's count of what was set free when that was found
+        self.cancelled = False  # it is not wanted any more, and gives up its place in the queue
         self.done = False
         self.wanted = False  # somebody waits for the next chunk
         self.whole = False  # for all of it
-        self.thread = 0  # who asked last
+        self.asker: object = None  # who waits for it: a thread or task; itself where it goes from thread to thread
+        self.task: object = None  # the task of asyncio that asks, through some thread
         self.pauses: list[int] = []
         self.kept_at = 0  # length of the lane when its state was last kept
         self.publish_at: int | None = None  # where somebody waits for what this one is evaluating
@@ -138,9 +141,10 @@ class Request:
     def enter(self) -> None:
         """Take a place in the queue; `run` does it by itself.  Overloaded if it is full."""
         if self._began == 0.0:
-            self._began = time.perf_counter()
-            self.thread = threading.get_ident()
+            began = time.perf_counter()
+            self.asked(wanted=False)
             self._engine.enter(self)
+            self._began = began
 
     def complete(self) -> Completion:
         """Serve the request to its end.  RuntimeError the second time."""
@@ -153,6 +157,18 @@ class Request:
         finally:
             self._engine.leave(self)
         return Completion(self.text, self.generated, self.finish_reason or "stop", self.report)
+
+    def asked(self, *, wanted: bool = True, whole: bool = False) -> None:
+        """The calling thread, or the task for which it works, asks for the next chunk, or for all of it."""
+        who = self.task or threading.get_ident()
+        # Of a stream that goes from thread to thread none can be said to hold it: the next chunk may go to another.
+        self.asker = who if self.task or self.asker in (None, who) else self
+        self.wanted, self.whole = wanted, whole
+
+    def cancel(self) -> None:
+        """Give up the place in the queue; a request that is running asks its `should_stop`."""
+        self.cancelled = True
+        self._engine.wake()
 
     @property
     def has_news(self) -> bool:

@@ -163,7 +163,7 @@ class Restorer:
             self.pool.empty(lease.lane)
         except NativeError as error:
             raise LaneLost(str(error)) from error
-        finally:
+        finally:  # cells that remain are counted with those of the ids that are set aside
             release(self.tree, lease)
-        lease.length = lease.restored = lease.held = 0
-        lease.by_tier = dict.fromkeys(TIERS, 0)
+            lease.length = lease.restored = lease.held = 0
+            lease.by_tier = dict.fromkeys(TIERS, 0)

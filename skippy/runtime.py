@@ -147,7 +147,7 @@ class Runtime:
             self.context.close()
             self.model.close()
             raise
-        self.holding = Holding(self.cache, self._steps)
+        self.holding = Holding(self.cache, self._steps, self.engine.freed)
         self.engine.at_each_step = self.holding.expire
         self._template: ChatTemplate | None = None
         self._template_source = chat_template
@@ -273,7 +273,9 @@ class Runtime:
         with self._step():
             before = self.cache.entries
             self.cache.clear(self.namespace_hash(namespace))
-            return before - self.cache.entries
+            dropped = before - self.cache.entries
+        self.engine.freed()
+        return dropped
 
     def request(
         self,
@@ -441,6 +443,7 @@ class Runtime:
         """Drop what is cached, of one namespace or of all, but for what running requests use."""
         with self._step():
             self.cache.clear(None if namespace is None else self.namespace_hash(namespace))
+        self.engine.freed()
 
     def namespace_hash(self, namespace: str) -> str:
         """The identity under which prompts of `namespace` are stored: model, build, settings, template, namespace."""
@@ -483,8 +486,14 @@ class Runtime:
         return self._steps
 
     def close(self) -> None:
-        """Free the context and the model.  Open streams cannot go on.  Closing twice does nothing."""
+        """Free the context and the model.  Open streams cannot go on.  Closing twice does nothing.
+
+        From within a step of the same thread (a signal's handler, `should_stop`) it happens at the end of the step.
+        """
         if self._steps.closed:
+            return
+        if self._steps.inside:
+            self._steps.later(self.close)
             return
         with self._steps:
             self._steps.close()

@@ -29,9 +29,7 @@ class Space:
     """Owns what the tree points at: residents in `pool`, and on the `shelf` what is saved in `store`.
 
     `lane_cells()` tells how many cells running requests hold that the tree does not know of, `held_cells()` how
-        hopeless = self.cells_in_use + spoken_for - at_most > self.pool.n_cells
-        while (over := self.cells_in_use + spoken_for - self.pool.n_cells) > 0:
-            if hopeless or not self.evict_resident("cells", over):
+    many each of them shares with residents, `promised_cells()` how many more their prompts will take.
     """
 
     def __init__(
@@ -97,6 +95,8 @@ class Space:
     def make_cells(self, needed: int) -> None:
         """Let unlocked residents leave until `needed` more cells are free.  ContextFull if that is not enough."""
         spoken_for = needed + self._promised_cells()
+        if self.pool.set_aside and self.cells_in_use + spoken_for > self.pool.n_cells:
+            self.pool.recover()
         at_most = self.tree.cells - max(self._held_cells(), default=0)  # could leave, if nothing else were locked
         hopeless = self.cells_in_use + spoken_for - at_most > self.pool.n_cells
         while (over := self.cells_in_use + spoken_for - self.pool.n_cells) > 0:

@@ -65,10 +65,16 @@ class Steps:
         if here.depth > 1:
             here.depth -= 1
             return
-        self._lock.release()
-        here.depth = 0
+        try:
+            self._lock.release()
+        finally:  # Ctrl-C comes as soon as it is free
+            here.depth = 0
         while self._late:
-            self._late.pop()()
+            try:
+                act = self._late.pop()
+            except IndexError:  # another thread that leaves a step has just taken the last one
+                break
+            act()
 
     def later(self, act: Callable[[], None]) -> None:
         """Do `act` at the end of the step that the calling thread is in."""

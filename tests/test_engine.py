@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -380,7 +382,7 @@ def test_asyncio_and_cancelling(open_tiny: Open) -> None:
             seen += chunk.tokens
         assert seen == expected[0]
         task = asyncio.create_task(rt.agenerate(words(50, 8), max_tokens=900))
-        while not rt.engine.running:
+        while not any(request.generated for request in list(rt.engine.running)):  # else its prompt is not kept
             await asyncio.sleep(0.005)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -418,3 +420,418 @@ def test_saving_and_dropping_that_fail_while_lanes_run(open_tiny: Open) -> None:
         answers = together(*(lambda p=prompt: rt.generate(p, max_tokens=6) for prompt in prompts))  # type: ignore[misc]
     assert [answer.tokens for answer in answers] == expected
     rt.check()
+
+
+# --- who waits, and what goes wrong meanwhile -------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Later:
+    """A call in a thread of its own; `result()` gives what it gives, or raises what it raises."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._call()
+        except BaseException as error:  # noqa: BLE001 - it is raised by who asks
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(60)
+        assert self.done, "it waits for ever"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_needs_no_evaluation_and_ends_with_its_first_token(open_tiny: Open, stream: bool) -> None:
+    rt = open_tiny(cache={"logits_bytes": 4 * 384})
+    prompt = words(50)
+    first = rt.generate(prompt, max_tokens=1)
+    request = rt.request(prompt, max_tokens=1)
+    answer = Later(lambda: list(request.run()) if stream else request.complete()).result()
+    assert request.generated == first.tokens
+    assert (request.report.evaluated_tokens, request.finish_reason) == (0, "length")
+    assert answer
+    assert not rt.engine.running
+
+
+def test_those_who_wait_do_not_keep_each_other_awake(open_tiny: Open) -> None:
+    rt = open_tiny(lanes=1)
+    stream = rt.generate(words(30), stream=True)
+    next(stream)
+    steps = []
+    rt.engine.at_each_step = lambda: steps.append(threading.get_ident())
+    answers = [Later(lambda i=i: rt.generate(words(30, i), max_tokens=2)) for i in (1, 2, 3)]  # type: ignore[misc]
+    wait_until(lambda: len(rt.engine._idle) == 3)
+    before = len(steps)
+    time.sleep(0.2)
+    assert len(steps) == before < 20
+    stream.close()
+    assert [len(answer.result().tokens) for answer in answers] == [2, 2, 2]
+
+
+def test_a_reader_that_never_reads_again_stops_nobody(open_tiny: Open) -> None:
+    rt = open_tiny(lanes=2)
+    expected = rt.generate(words(40, 2), max_tokens=20, cache_prompt=False).tokens
+    never = rt.generate(words(40, 1), stream=True)
+    next(never)
+    slow = rt.generate(words(40, 3), max_tokens=20, stream=True)
+    tokens: list[int] = []
+    answer = Later(lambda: rt.generate(words(40, 2), max_tokens=20).tokens)
+    for chunk in slow:
+        tokens += chunk.tokens
+        time.sleep(0.005)
+    assert answer.result() == expected
+    assert len(tokens) == 20
+    never.close()
+
+
+def test_threads_that_wait_for_each_other_are_told(open_tiny: Open) -> None:
+    """Each holds a lane and wants one more: one of them is refused, and the other gets its lane."""
+    rt = open_tiny(lanes=2)
+    both = threading.Barrier(2)
+
+    def greedy(seed: int) -> Callable[[], Any]:
+        def run() -> Any:
+            stream = rt.generate(words(30, seed), stream=True)
+            next(stream)
+            both.wait(30)
+            try:
+                return rt.generate(words(30, seed + 10), max_tokens=3).tokens
+            finally:
+                stream.close()
+
+        return run
+
+    answers = together(greedy(1), greedy(2))
+    refused = [answer for answer in answers if isinstance(answer, skippy.LanesBusy)]
+    assert len(refused) == 1
+    assert [len(answer) for answer in answers if answer not in refused] == [3]
+
+
+def test_streams_of_asyncio_on_one_lane_wait_for_each_other(open_tiny: Open) -> None:
+    """The threads that serve them belong to nobody: one of them may read the one stream, then wait for the other."""
+    rt = open_tiny(lanes=1)
+
+    async def main() -> None:
+        first = await rt.agenerate(words(30), max_tokens=30, stream=True)
+        await first.__anext__()
+        second = asyncio.create_task(rt.agenerate(words(30, 1), max_tokens=2))
+        while not rt.engine.waiting:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        await first.aclose()
+        assert len((await second).tokens) == 2
+        third = await rt.agenerate(words(30, 2), stream=True)
+        await third.__anext__()
+        with pytest.raises(skippy.LanesBusy):  # a task that holds the lane itself
+            await rt.agenerate(words(30, 3))
+        await third.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_task_that_is_cancelled_while_it_waits_for_a_lane(open_tiny: Open) -> None:
+    rt = open_tiny(lanes=1)
+    stream = rt.generate(words(30), stream=True)
+    next(stream)
+
+    async def main() -> None:
+        task = asyncio.create_task(rt.agenerate(words(30, 1)))
+        while not rt.engine.waiting:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 30)
+        assert not rt.engine.waiting
+
+    Later(lambda: asyncio.run(main())).result()
+    assert len(list(stream)) > 10
+    assert not rt.engine.running
+
+
+def test_who_was_refused_may_come_again(open_tiny: Open) -> None:
+    rt = open_tiny(lanes=1, queue=1)
+    requests = [rt.request(words(20, seed), max_tokens=1) for seed in range(3)]
+    for request in requests[:2]:
+        request.enter()
+    with pytest.raises(skippy.Overloaded):
+        requests[2].enter()
+    for request in requests:
+        assert len(Later(request.complete).result().tokens) == 1
+
+
+def test_should_stop_may_not_ask_the_runtime_but_may_close_it(open_tiny: Open) -> None:
+    rt = open_tiny()
+
+    def asks() -> bool:
+        rt.generate(words(20, 1))
+        return False
+
+    request = rt.request(words(20), should_stop=asks)
+    with pytest.raises(RuntimeError, match="from within one of its own steps"):
+        Later(request.complete).result()
+    assert not rt.engine.waiting
+
+    def closes() -> bool:
+        rt.close()
+        return False
+
+    with pytest.raises(ValueError, match="is closed"):
+        rt.generate(words(20), max_tokens=8, should_stop=closes)
+    assert rt.closed
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falconh1", "mamba"])
+@pytest.mark.parametrize("evaluated", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
+def test_ctrl_c_in_a_batch_is_for_who_leads(open_tiny: Open, name: str, evaluated: bool, alone: bool) -> None:
+    """It comes while the main thread, which waits for its own answer, evaluates tokens of somebody else."""
+    rt = open_tiny(name, lanes=1 if alone else 4)
+    prompt = words(60, 2)
+    expected = rt.generate(prompt, max_tokens=12, cache_prompt=False).tokens
+    other = rt.request(prompt, max_tokens=12)
+    others = other.run()
+    next(others)
+    other.wanted = other.whole = True  # as if a thread waited for all of it
+    real = rt.engine._call
+    interrupted = []
+
+    def call(items: list[_Item]) -> int:
+        if not interrupted and other in [item.request for item in items] and len(items) == 2 - alone:
+            interrupted.append(True)
+            if evaluated:
+                real(items)
+            raise KeyboardInterrupt
+        return real(items)
+
+    rt.engine._call = call  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        rt.generate(words(60, 3), max_tokens=40)
+    assert rt.engine.running == [other]
+    rt.check()
+    list(others)
+    assert other.generated == expected
+
+
+def test_ctrl_c_in_the_should_stop_of_another(open_tiny: Open) -> None:
+    rt = open_tiny()
+    expected = rt.generate(words(60, 2), max_tokens=12, cache_prompt=False).tokens
+    raised = []
+
+    def should_stop() -> bool:
+        if other.generated and not raised and threading.current_thread() is threading.main_thread():
+            raised.append(True)
+            raise KeyboardInterrupt
+        return False
+
+    other = rt.request(words(60, 2), max_tokens=12, should_stop=should_stop)
+    others = other.run()
+    Later(lambda: next(others)).result()
+    with pytest.raises(KeyboardInterrupt):
+        rt.generate(words(60, 1), max_tokens=40)
+    Later(lambda: list(others)).result()
+    assert other.generated == expected
+
+
+def test_what_fails_for_one_that_is_admitted_is_not_raised_by_another(open_tiny: Open) -> None:
+    rt = open_tiny()
+    real = rt.cache.begin
+    bad = words(60, 2)
+
+    def begin(namespace: str, tokens: Any, **options: Any) -> Any:
+        if tokens[0] == bad[0]:
+            raise NativeError("made to fail")
+        return real(namespace, tokens, **options)
+
+    rt.cache.begin = begin  # type: ignore[method-assign]
+    batches = Batches(rt)
+    fine, failed = after_the_first_batch(
+        batches, lambda: rt.generate(words(60, 1), max_tokens=40), lambda: rt.generate(bad)
+    )
+    assert len(fine.tokens) == 40
+    assert isinstance(failed, NativeError)
+
+
+def test_what_is_not_recorded_costs_nobody_an_answer(open_tiny: Open) -> None:
+    rt = open_tiny()
+
+    def record(*_: Any) -> bool:
+        raise skippy.SkippyError("made to fail")
+
+    rt.cache.record = record  # type: ignore[method-assign]
+    answers = together(*(lambda i=i: rt.generate(words(40, i), max_tokens=4) for i in range(3)))  # type: ignore[misc]
+    assert [len(answer.tokens) for answer in answers] == [4, 4, 4]
+    assert rt.stats()["failures"] == {"record": 3}
+
+
+@pytest.mark.parametrize("name", ["llama", "falconh1"])
+def test_a_lane_that_is_lost_with_a_batch_is_the_end_of_its_request_alone(open_tiny: Open, name: str) -> None:
+    rt = open_tiny(name)
+    prompts = words(60, 1), words(60, 2)
+    expected = rt.generate(prompts[0], max_tokens=12, cache_prompt=False).tokens
+    fine, lost = (rt.request(prompt, max_tokens=12) for prompt in prompts)
+    streams = fine.run(), lost.run()
+    for stream in streams:
+        next(stream)
+    assert lost.lease is not None
+    lane = lost.lease.lane
+    real = rt.engine._call
+    failed = []
+
+    def call(items: list[_Item]) -> int:
+        code = real(items)
+        if len(items) == 2 and not failed:
+            failed.append(True)
+            return 2
+        return code
+
+    def refuse(native: Any, seq: int, start: int = 0, end: int = -1) -> bool:
+        return False if seq == lane else bool(native(seq, start, end))
+
+    rt.engine._call = call  # type: ignore[method-assign]
+    with failing(rt.cache.pool, seq_rm=refuse):
+        list(streams[0])
+        with pytest.raises(NativeError, match="could not be emptied"):
+            list(streams[1])
+        assert rt.stats()["sequences_set_aside"] == 1
+        rt.check()
+    assert fine.generated == expected
+    rt.clear()
+    held = [rt.generate(words(20, seed), stream=True) for seed in range(4)]
+    for stream in held:
+        next(stream)  # the lane that was set aside can be emptied again
+    assert rt.stats()["sequences_set_aside"] == 0
+    for stream in held:
+        stream.close()
+
+
+def test_who_does_not_fit_is_looked_up_again_when_somebody_ends(open_tiny: Open) -> None:
+    rt = open_tiny(n_ctx=256, lanes=2)
+    begun = []
+    real = rt.cache.begin
+
+    def begin(namespace: str, tokens: Any, **options: Any) -> Any:
+        begun.append(len(tokens))
+        return real(namespace, tokens, **options)
+
+    rt.cache.begin = begin  # type: ignore[method-assign]
+    batches = Batches(rt)
+    first, second = after_the_first_batch(
+        batches, lambda: rt.generate(words(150, 1), max_tokens=40), lambda: rt.generate(words(151, 2), max_tokens=4)
+    )
+    assert (len(first.tokens), len(second.tokens)) == (40, 4)
+    assert 2 <= begun.count(151) <= 4  # and not with each of forty tokens
+
+
+def test_a_pin_that_is_closed_lets_who_waits_look_again(open_tiny: Open) -> None:
+    rt = open_tiny(n_ctx=256, lanes=2, cache={"payload": "resident-kv"})
+    pin = rt.pin(words(120))
+    stream = rt.generate(words(60, 1), max_tokens=20, stream=True)
+    next(stream)
+    answer = Later(lambda: rt.generate(words(120, 2), max_tokens=2))
+    wait_until(lambda: rt.engine.waiting and rt.engine.waiting[0].blocked is not None)
+    assert not answer.done
+    pin.close()
+    assert len(answer.result().tokens) == 2
+    stream.close()
+
+
+def test_a_stream_that_the_garbage_collector_closes_at_a_bad_moment(open_tiny: Open) -> None:
+    """The thread that waits for its turn to lead holds a lock; the step that it waits for must not need it."""
+    rt = open_tiny()
+    other = rt.request(words(30, 2))
+    stream = other.run()
+    next(stream)
+    batches = Batches(rt)
+    batches.go.clear()
+    answer = Later(lambda: rt.generate(words(30, 1), max_tokens=1))
+    assert batches.reached.wait(30)
+    threading.Timer(0.1, batches.go.set).start()
+
+    def collect() -> None:
+        with rt.engine._changed:
+            stream.close()
+
+    Later(collect).result()
+    assert len(answer.result().tokens) == 1
+
+
+def test_closing_while_some_wait_and_a_batch_runs(open_tiny: Open) -> None:
+    rt = open_tiny(lanes=1)
+    stream = rt.generate(words(20, 9), stream=True)
+    next(stream)
+    batches = Batches(rt)
+    batches.go.clear()
+    running = Later(lambda: list(stream))
+    assert batches.reached.wait(30)
+    waiting = [Later(lambda i=i: rt.generate(words(20, i))) for i in range(3)]  # type: ignore[misc]
+
+    async def task() -> None:
+        await rt.agenerate(words(20, 5))
+
+    waiting.append(Later(lambda: asyncio.run(task())))
+    time.sleep(0.05)
+    closing = Later(rt.close)
+    time.sleep(0.05)
+    batches.go.set()
+    closing.result()
+    for each in (running, *waiting):
+        with pytest.raises(ValueError, match="closed"):
+            each.result()
+    stream.close()
+
+
+def test_a_stream_of_asyncio_whose_runtime_is_closed(open_tiny: Open) -> None:
+    rt = open_tiny()
+
+    async def main() -> None:
+        chunks = await rt.agenerate(words(30), stream=True)
+        await chunks.__anext__()
+        rt.close()
+        with pytest.raises(ValueError, match="closed"):
+            await chunks.__anext__()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["del rt, chunks, chunk; gc.collect()", "pass"], ids=["dropped", "kept"])
+def test_a_runtime_that_is_never_closed_does_not_hang(tiny: Callable[[str], Path], ends: str) -> None:
+    code = f"""
+import asyncio, gc, sys, threading, time
+import skippy
+
+rt = skippy.Runtime({str(tiny("llama"))!r}, n_ctx=512, n_threads=1, lanes=2)
+chunks = rt.generate(list(range(5, 40)), stream=True)
+chunk = next(chunks)
+asyncio.run(rt.agenerate(list(range(6, 40)), max_tokens=2))
+assert threading.active_count() > 1
+{ends}
+if {ends != "pass"}:
+    deadline = time.monotonic() + 20
+    while threading.active_count() > 1:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
