@@ -211,7 +211,7 @@ class Cache:
         first = plan(Found())
         if self.disk is None or first.length >= len(tokens) - 1:
             return match, first
-        found = self.disk.find(namespace, tokens)
+        found = self.disk.find(namespace, tokens, match.matched)
         return match, plan(found) if found.reach > first.length else first
 
     def _restore(self, lease: Lease, tokens: Tokens) -> None:
@@ -423,6 +423,10 @@ class Cache:
             self.disk.erase(None if namespace is None else {namespace})
         self.store.arena.release_pages()
 
+    def forget_saved(self, namespace: str, tokens: Tokens) -> int:
+        """Erase on disk what is stored of prompts that begin with `tokens`; how many files."""
+        return 0 if self.disk is None else self.disk.erase_prompt(namespace, tokens)
+
     @contextmanager
     def _unless_locked(self, node: Node, kind: str) -> Iterator[None]:
         try:
@@ -445,7 +449,7 @@ class Cache:
         speed = self.speeds.prefill
         return Explanation(
             prompt_tokens=len(tokens),
-            matched_tokens=at,
+            matched_tokens=max(at, plan.matched),
             cached_tokens=cached,
             evaluated_tokens=len(tokens) - cached,
             seconds=None if speed is None else (len(tokens) - cached) / speed,
@@ -469,12 +473,18 @@ class Cache:
     def close(self) -> None:
         """Give the memory of saved state back.  The context goes with its owner; nothing can be asked afterwards."""
         try:
-            if self.spill is not None and self.disk is not None:
+            if self.spill is not None:
                 self.spill.everything()
-        finally:
+        except BaseException:  # Ctrl-C: the rest is not waited for either
             if self.disk is not None:
-                self.disk.close()
-            self.store.close()
+                self.disk.close(flush=False)
+            raise
+        finally:
+            try:
+                if self.disk is not None:
+                    self.disk.close()
+            finally:
+                self.store.close()
 
     def describe(self, namespace: str, **label: str) -> None:
         """What people call a namespace: model, tenant.  It is written beside what is stored on disk."""

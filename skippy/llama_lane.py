@@ -15,6 +15,7 @@ from skippy._llama import Context
 from skippy.cache import Cache, Lease
 from skippy.config import CacheConfig
 from skippy.errors import StateError
+from skippy.exits import close_at_exit
 from skippy.layout import MAGIC
 from skippy.llama_calls import Options
 from skippy.llama_context import LANE, attach, prepare
@@ -107,6 +108,8 @@ class LlamaWithLane(llama_cpp.Llama):
             n_vocab=self.n_vocab(),
             step=self._steps,
         )
+        if attached.cache.disk is not None:
+            close_at_exit(self)
         # embed() and the multimodal handlers clear the whole memory through this call.
         self._ctx.kv_cache_clear = clear_all  # type: ignore[method-assign]
 
@@ -340,6 +343,8 @@ class LlamaWithLane(llama_cpp.Llama):
         sequences = self.__dict__.get("_sequences")
         if sequences is not None:
             with self._steps:
+                if self.prefix_cache is not None:
+                    self.prefix_cache.cache.close()
                 sequences.close()
                 self._sequences = self.prefix_cache = None
                 self._steps.close()

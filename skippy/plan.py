@@ -194,7 +194,8 @@ def _at_a_checkpoint(
             continue
         start, tier = length if shape.has_attention else 0, "ram" if in_ram else "disk"
         parts = [*_cut(held, length), Part(tier, "checkpoint", node, checkpoint, start, length, checkpoint.nbytes)]
-        if speeds.worth_restoring(sum(part.nbytes for part in parts), length, tier):
+        slowest = "disk" if any(part.tier == "disk" for part in parts) else "ram"
+        if speeds.worth_restoring(sum(part.nbytes for part in parts), length, slowest):
             reason = "hit" if length == wanted else "partial"
             return Plan(tuple(parts), matched, reason, length if shape.window else None)
         worthless = True

@@ -68,7 +68,8 @@ class Restorer:
                         self.clean(lease)
                     return None
                 except StateError as error:
-                    log.warning("stored state failed its check and is dropped: %s", error)
+                    if part.tier != "disk":  # where that has been said
+                        log.warning("stored state failed its check and is dropped: %s", error)
                     return Failure("corrupt", part)
                 except NativeError as error:
                     log.warning("restoring failed: %s", error)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+import xxhash
+
+from skippy.errors import StateError
 from skippy.history import Tokens
 from skippy.segments import Checkpoint, Saved, Segment
 from skippy.shelf import KINDS
@@ -9,6 +15,8 @@ from skippy.space import Space
 from skippy.store import DiskTier
 
 __all__ = ["Spill"]
+
+log = logging.getLogger("skippy")
 
 
 class Spill:
@@ -20,14 +28,34 @@ class Spill:
         space.shelf.on_leaving = self.leaving
 
     def leaving(self, namespace: str, path: Tokens, saved: Saved) -> None:
-        """Something is about to leave RAM.  O(bytes) where it is not on disk yet, else O(tokens)."""
-        if isinstance(saved, Segment):
-            store = self.space.store
-            self.disk.offer_segment(
-                namespace, path, saved.start, saved.window_from, lambda begin: store.cut_out(saved, begin)
-            )
-        elif isinstance(saved, Checkpoint):
-            self.disk.offer_checkpoint(namespace, path, saved.flags, lambda: saved.block.view)
+        """Something is about to leave RAM.  O(bytes) where it is not on disk yet, else O(tokens).  Never raises."""
+        if saved.damaged:
+            return
+        try:
+            if isinstance(saved, Segment):
+                self.disk.offer_segment(
+                    namespace,
+                    path,
+                    saved.start,
+                    saved.window_from,
+                    saved.nbytes,
+                    lambda begin: self._from(saved, begin),
+                )
+            elif isinstance(saved, Checkpoint):
+                self.disk.offer_checkpoint(
+                    namespace, path, saved.flags, saved.nbytes, lambda: (saved.block.view, saved.checksum)
+                )
+        except StateError as error:
+            self.disk.counts["damaged_in_memory"] += 1
+            log.warning("saved state is damaged, and not written to disk: %s", error)
+
+    def _from(self, segment: Segment, begin: int) -> tuple[Any, int]:
+        """The bytes of a segment from its token `begin` on, and their checksum."""
+        if begin == segment.start:
+            return segment.block.view, segment.checksum
+        self.space.store.verify(segment)
+        state = self.space.store.cut_out(segment, begin)
+        return state, xxhash.xxh3_64_intdigest(state)
 
     def path(self, namespace: str, tokens: Tokens) -> None:
         """A path was used again: what of it is in RAM is worth keeping."""
@@ -49,6 +77,8 @@ class Spill:
         with self.disk.patiently():
             while self.space.evict_resident("closing", weigh=False):
                 pass
+            for node in tree.entries("resident"):  # pinned ones
+                shelf.save_path(node, self.space.sequence_of(node))
             for kind in KINDS:
                 for node in tree.entries(kind):  # least recent first: what there is no room for is the oldest
                     if kind != "logits":

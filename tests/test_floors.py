@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "skippy"
 
 FLOORS = [
-    {"errors", "_binding", "settings", "sizes", "policy", "logs", "steps"},
+    {"errors", "_binding", "settings", "sizes", "policy", "logs", "steps", "exits"},
     {
         "_radix",
         "_llama",
