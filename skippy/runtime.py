@@ -21,6 +21,7 @@ from skippy.config import Adapter as AdapterIdentity
 from skippy.config import CacheConfig, ResidentCacheConfig, StageConfig
 from skippy.engine import Engine
 from skippy.errors import PromptTooLong
+from skippy.exits import close_at_exit
 from skippy.holding import Holding, Pin
 from skippy.identity import KvIdentity, MessageBase
 from skippy.metrics import prometheus_text
@@ -152,6 +153,8 @@ class Runtime:
         self._template: ChatTemplate | None = None
         self._template_source = chat_template
         self._namespaces: dict[str, str] = {}
+        if self.cache.disk is not None:
+            close_at_exit(self)
 
     def _attach(
         self,
@@ -269,7 +272,10 @@ class Runtime:
         What running requests use, and what is pinned, stays.
         """
         if prompt is not None:
-            return self.holding.forget(self.namespace_hash(namespace), self._as_tokens(prompt))
+            tokens = self._as_tokens(prompt)
+            dropped = self.holding.forget(self.namespace_hash(namespace), tokens)
+            with self._step():
+                return dropped + self.cache.forget_saved(self.namespace_hash(namespace), tokens)
         with self._step():
             before = self.cache.entries
             self.cache.clear(self.namespace_hash(namespace))
