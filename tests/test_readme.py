@@ -20,9 +20,17 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_examples_run(number: int, smol_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(EXAMPLES) == 4
+@pytest.mark.parametrize("number", range(5))
+def test_examples_run(
+    number: int,
+    smol_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SKIPPY_DISK_MIN_FREE", "0")
+    assert len(EXAMPLES) == 5
     code = EXAMPLES[number]
     assert len(code.strip().splitlines()) <= 12
     exec(compile(code.replace('"model.gguf"', repr(str(smol_path))), f"README example {number}", "exec"), {})
@@ -34,6 +42,10 @@ def test_examples_run(number: int, smol_path: Path, tmp_path: Path, capsys: pyte
         tiers = re.findall(r"'resident': (\d+)", out)
         assert int(tiers[0]) > 80
     elif number == 3:
+        disk, evaluated = map(int, re.findall(r"'disk': (\d+)\} (\d+)", out)[0])
+        assert disk > 100
+        assert evaluated < 40
+    elif number == 4:
         (none, _), (cached, prompt) = re.findall(r"(\d+) of (\d+)", out)
         assert (int(none), int(cached) > 80) == (0, True)
         assert int(prompt) - int(cached) < 20
