@@ -87,6 +87,11 @@ class Section:
         """Where v_transposed and layers lie; empty if there are no cells."""
         return slice(self.cells.stop, self.cells.stop + (8 if self.positions.size else 0))
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token takes in it: its cell, and its K and V."""
+        return 4 * self.words + sum(block.element * block.columns for block in self.blocks)
+
     def rows(self, data: Bytes) -> Bytes:
         """K and V of each token, in all layers: uint8 [n, bytes per token], ordered by position.  O(bytes)."""
         n = self.positions.size

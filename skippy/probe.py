@@ -145,7 +145,7 @@ class _Trial:
                 "a saved state cannot be cut at a token: its layout is not the known one",
             )
         else:
-            per_token = sum(section.end - section.start for section in read_sections(whole, layout)) // n
+            per_token = sum(section.bytes_per_token for section in read_sections(whole, layout))
         windowed = read_sections(whole, layout)[-1]
         partial = context.state_size(first, PARTIAL)
         _expect(partial <= len(whole), f"its partial state takes {partial} bytes, all of it {len(whole)}")
@@ -158,7 +158,7 @@ class _Trial:
             0,
             window,
             layout,
-            window_bytes_per_token=(windowed.end - windowed.start) // n if window else 0,
+            window_bytes_per_token=windowed.bytes_per_token if window else 0,
             saved=(len(whole), _seconds(lambda: context.save(first, whole))),
             restored=(len(whole), load_seconds),
         )

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -232,17 +233,52 @@ class Shelf(Room):
 
     def save_point(self, namespace: str, path: Tokens, seq: int) -> bool:
         """Keep the point state of `path`, which sequence `seq` holds; whether it is there.  Failures are counted."""
+        asked: list[int] = []
 
         def save(room: Callable[[int], Block | None]) -> Saved | None:
-            return self.store.save_point(self.pool, seq, len(path), room)
+            def noting(size: int) -> Block | None:
+                asked.append(size)
+                return room(size)
 
-        return self.keep_saved and self._put(namespace, path, "checkpoint", save)
+            return self.store.save_point(self.pool, seq, len(path), noting)
+
+        if not self.keep_saved:
+            return False
+        kept = self._put(namespace, path, "checkpoint", save)
+        if kept is None and asked and self._thin(namespace, path, asked[0]):
+            kept = self._put(namespace, path, "checkpoint", save)
+        return self._count_refused(kept, "checkpoint")
+
+    def _thin(self, namespace: str, path: Tokens, size: int) -> bool:
+        """Drop a checkpoint of `size` bytes inside `path`, for whose end there is no room; False if none is to spare.
+
+        A path that has taken all the room there is goes on so: its checkpoints stay where others go on from them, and
+        else lie the closer together the nearer its end is, because there prompts part.  O(checkpoints of the path).
+        """
+        if size > self._cap("checkpoint"):
+            return False
+        nodes = list(self.tree.match(namespace, path).checkpoints)
+        lengths = [0, *(node.length for node in nodes), len(path)]
+        # The gap that each would leave, beside its distance from the end.
+        gaps = [(lengths[i + 2] - lengths[i]) / (len(path) - lengths[i + 1]) for i in range(len(nodes))]
+        for _, node in sorted(zip(gaps, nodes, strict=True), key=lambda each: each[0]):
+            if self.tree.children(node) <= 1 and self.saved(node, "checkpoint").nbytes >= size:
+                with suppress(Locked):  # where a request is using it
+                    self.drop(node, "checkpoint", "bytes")
+                    return True
+        return False
 
     def keep_logits(self, namespace: str, path: Tokens, logits: npt.NDArray[np.float32]) -> bool:
         """Keep the logits after the last token of `path`; whether they are there."""
-        return self.keep_saved and self._put(
-            namespace, path, "logits", lambda room: self.store.save_logits(logits, room)
-        )
+        if not self.keep_saved:
+            return False
+        kept = self._put(namespace, path, "logits", lambda room: self.store.save_logits(logits, room))
+        return self._count_refused(kept, "logits")
+
+    def _count_refused(self, kept: bool | None, kind: Kind) -> bool:
+        if kept is None:
+            self.evictions[f"{kind}:refused"] += 1
+        return bool(kept)
 
     def _put(
         self,
@@ -250,7 +286,8 @@ class Shelf(Room):
         path: Tokens,
         kind: Kind,
         save: Callable[[Callable[[int], Block | None]], Saved | None],
-    ) -> bool:
+    ) -> bool | None:
+        """Put what `save` makes on the node of `path`; whether it is there, None where there is no room for it."""
         node = self.tree.insert(namespace, path)
         if self.tree.get(node, kind) is not None:
             self.tree.touch(node)
@@ -267,8 +304,7 @@ class Shelf(Room):
         try:
             saved = save(self._room(kind, value))
             if saved is None:
-                self.evictions[f"{kind}:refused"] += 1
-                return False
+                return None
             saved.profile = profile
             self.tree.put(node, kind, saved, bytes=saved.nbytes)
         except NativeError as error:

@@ -167,3 +167,30 @@ def test_ten_turns_with_edits_evaluate_hardly_more_than_on_a_dense_model(
     assert len(dense) == (13 if conversation is ten_turns_by_messages else 12)
     # A conversation of ten turns has about as many tokens as its last prompt: each is evaluated once.
     assert sum(dense) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "ram", "behind"), [("mamba2", 300_000, 1), ("rwkv7", 400_000, 9), ("falconh1", 1_200_000, 1)]
+)
+def test_a_conversation_that_fills_all_the_room_goes_on(open_tiny: Open, name: str, ram: int, behind: int) -> None:
+    """Its own older checkpoints make room for its newest one, though they lie on the very path that is saved."""
+    rt = open_tiny(name, 128, cache={"ram": ram})
+    conversation: list[int] = []
+    for turn in range(20):
+        start = len(conversation)
+        conversation += tokens(60, 100 + turn)
+        done = rt.generate(conversation, max_tokens=8, message_starts=[start] if start else [])
+        assert done.reuse.evaluated_tokens == 60 + (turn > 0), f"turn {turn}"  # the last token of the answer before
+        conversation += done.tokens
+        rt.check()
+        assert rt.cache.store.arena.peak <= ram
+    evictions = rt.stats()["evictions"]
+    assert evictions["checkpoint:bytes"] >= 20
+    assert evictions.get("checkpoint:refused", 0) == 0
+    # An edit of the newest message goes on from the end of the answer before, or, with room for three checkpoints
+    # alone, from the end of its prompt; one far back from not too far before.
+    edited = rt.generate(conversation[:start] + tokens(60, 200), max_tokens=1)
+    assert edited.reuse.cached_tokens == start - behind
+    early = rt.generate(conversation[: 10 * 68] + tokens(30, 201), max_tokens=1)
+    assert early.reuse.cached_tokens <= 10 * 68
+    assert (early.reuse.cached_tokens > 0) is (behind == 1)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from skippy.errors import StateError
-from skippy.layout import check_positions, cut, read_rows, read_sections, v_transposed, without_ids
-from skippy.model import ModelContext
+from skippy.layout import (
+    Layout,
+    attention_bytes,
+    check_positions,
+    cut,
+    read_rows,
+    read_sections,
+    v_transposed,
+    without_ids,
+)
+from skippy.model import Model, ModelContext
 from tests.conftest import evaluate, state_of, words
 
 Fresh = Callable[..., ModelContext]
@@ -153,3 +163,107 @@ def test_a_cut_of_cells_out_of_order(fresh: Fresh) -> None:
     assert positions.tolist() != sorted(positions.tolist())
     assert np.array_equal(read_rows(cut(state, 50, 80)), read_rows(state)[50:80])
     check_positions(cut(state, 50, 80), 50, 80)
+
+
+# --- windows, hybrids, recurrent states -------------------------------------------------------------------------------
+
+WINDOWED, HYBRID, HYBRID_WINDOWED, RECURRENT = Layout(2), Layout(1, True), Layout(2, True), Layout(0, True)
+TINY = [("gemma3", WINDOWED), ("falconh1", HYBRID), ("lfm2swa", HYBRID_WINDOWED), ("mamba2", RECURRENT)]
+
+
+@pytest.fixture
+def small(tiny: Callable[[str], Path]) -> Iterator[Callable[..., ModelContext]]:
+    """Contexts on tiny models."""
+    opened: list[tuple[Model, ModelContext]] = []
+
+    def open_(name: str, **settings: Any) -> ModelContext:
+        model = Model(tiny(name))
+        opened.append((model, model.new_context(n_ctx=512, n_seq_max=4, swa_full=False, **settings)))
+        return opened[-1][1]
+
+    yield open_
+    for model, context in opened:
+        context.close()
+        model.close()
+
+
+def tokens(n: int) -> list[int]:
+    return words(n, low=5, high=384)
+
+
+@pytest.mark.parametrize(("name", "layout"), TINY)
+def test_sections_of_each_family(small: Callable[..., ModelContext], name: str, layout: Layout) -> None:
+    context = small(name)
+    evaluate(context, 1, 0, tokens(100))
+    state = state_of(context, 1)
+    sections = read_sections(state, layout)
+    expected = [list(range(100)), list(range(100 - 32, 100))][: layout.sections]
+    assert [sorted(section.positions.tolist()) for section in sections] == expected
+    assert (bool(sections) and sections[-1].end == len(state)) is not layout.opaque
+    for section in sections:
+        assert section.rows(np.frombuffer(state, np.uint8)).shape == (
+            section.positions.size,
+            section.bytes_per_token - 12,
+        )
+    context.sequences.seq_cp(1, 2)
+    assert np.array_equal(without_ids(state, layout), without_ids(state_of(context, 2), layout))
+
+
+def test_a_section_without_layers_has_rows_of_no_bytes(small: Callable[..., ModelContext]) -> None:
+    """All attention of this one slides, so that its first section is positions alone."""
+    context = small("lfm2swa")
+    evaluate(context, 0, 0, tokens(50))
+    assert read_rows(state_of(context, 0), HYBRID_WINDOWED).shape == (50, 0)
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+def test_a_cut_of_a_window_is_what_llama_cpp_saves_of_the_range(
+    small: Callable[..., ModelContext], flash_attn: str
+) -> None:
+    context = small("gemma3", flash_attn=flash_attn)
+    c = context.sequences
+    evaluate(context, 0, 0, tokens(100))
+    whole = state_of(context, 0)
+    assert check_positions(whole, 0, 100, WINDOWED) == 68
+    for start, end in ((0, 100), (68, 100), (80, 100), (90, 100)):
+        c.seq_cp(0, 1, start, end)
+        expected = without_ids(state_of(context, 1), WINDOWED)
+        c.seq_rm(1)
+        found = cut(whole, start, end, layout=WINDOWED)
+        assert np.array_equal(without_ids(found, WINDOWED), expected)
+        assert check_positions(found, start, end, WINDOWED) == max(start, 68)
+    # Of what ends before, the window has no more than the whole state holds, which llama.cpp may still have.
+    assert check_positions(cut(whole, 0, 80, layout=WINDOWED), 0, 80, WINDOWED) == 68
+    assert check_positions(cut(whole, 0, 60, layout=WINDOWED), 0, 60, WINDOWED) == 60
+    for window in (100, 90, 68):
+        found = cut(whole, 50, 100, layout=WINDOWED, window=window)
+        assert check_positions(found, 50, 100, WINDOWED) == window
+        assert np.array_equal(read_rows(found, WINDOWED), read_rows(whole, WINDOWED)[50:])
+
+
+def test_a_window_with_a_gap_is_refused(small: Callable[..., ModelContext]) -> None:
+    context = small("gemma3")
+    evaluate(context, 0, 0, tokens(20))
+    state = state_of(context, 0)
+    assert check_positions(state, 0, 20, WINDOWED) == 0
+    window = read_sections(state, WINDOWED)[1]
+    table = np.frombuffer(state, np.uint8)[window.cells].view("<i4").reshape(-1, window.words)
+    changed = bytearray(state)
+    at = window.cells.start + 4 * window.words * int(np.flatnonzero(table[:, 0] == 7)[0])
+    changed[at : at + 4] = (3).to_bytes(4, "little")  # 7 is missing, 3 is there twice
+    with pytest.raises(StateError, match="20 cells at positions 0 to 19, expected 0 to 19"):
+        check_positions(changed, 0, 20, WINDOWED)
+
+
+def test_a_cut_leaves_point_state_as_it_is(small: Callable[..., ModelContext]) -> None:
+    context = small("falconh1")
+    evaluate(context, 0, 0, tokens(60))
+    state = state_of(context, 0)
+    (attention,) = read_sections(state, HYBRID)
+    found = cut(state, 10, 40, layout=HYBRID)
+    (part,) = read_sections(found, HYBRID)
+    assert bytes(found[part.end :]) == bytes(state[attention.end :])
+    assert np.array_equal(read_rows(found, HYBRID), read_rows(state, HYBRID)[10:40])
+    assert attention_bytes(state) == attention.end
+    with pytest.raises(StateError, match="of them are attention rows"):
+        read_sections(state)

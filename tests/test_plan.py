@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from skippy._radix import RadixTree
+from skippy.capability import Capability
 from skippy.history import PartingHistory, goes_on_alike
-from skippy.plan import Plan, make_plan
+from skippy.layout import Layout
+from skippy.plan import Part, Plan, make_plan, window_end
 from skippy.speeds import Speeds
 
 
@@ -148,3 +150,121 @@ def test_partings_are_counted_and_bounded() -> None:
     for index in range(50, 54):
         history.note("n", index, stored, prompt)
     assert history.volatile_index("n", 37) is None  # the oldest went
+
+
+# --- windows and checkpoints ------------------------------------------------------------------------------------------
+
+W = 32
+WINDOWED = Capability(None, window=W, layout=Layout(2))
+HYBRID = Capability(None, layout=Layout(1, opaque=True))
+RECURRENT = Capability(None, layout=Layout(0, opaque=True))
+
+
+@dataclass
+class Windowed(Saved):
+    window_from: int = 0
+
+
+def chain(*pieces: tuple[int, int]) -> list[Part]:
+    """Parts that follow each other: for each (end, first position whose window it holds)."""
+    found, start = [], 0
+    for end, window_from in pieces:
+        found.append(Part("ram", "segment", None, Windowed(window_from=window_from), start, end))
+        start = end
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([], 0),
+        ([(20, 0)], 20),  # shorter than a window: all is there
+        ([(31, 0)], 31),
+        ([(50, 18)], 50),  # saved at 50: the last 32
+        ([(49, 18)], 49),  # cut by one: the 31 that the next token sees
+        ([(48, 18)], 0),
+        ([(128, 96), (150, 128)], 150),
+        ([(128, 96), (129, 128)], 129),
+        ([(100, 96)], 0),  # cut far before its end
+        ([(128, 96), (200, 168)], 200),
+        ([(128, 96), (199, 168)], 199),
+        ([(128, 96), (198, 168)], 128),  # nothing between 128 and 168
+        ([(128, 96), (160, 168)], 128),  # a sibling's, which goes on elsewhere
+        ([(40, 40), (60, 40)], 0),  # the first was saved when its window had gone
+        ([(40, 40), (70, 40)], 0),
+        ([(40, 40), (71, 40)], 71),
+        ([(64, 32), (70, 64), (80, 70), (90, 80)], 90),  # short ones hang together
+        ([(64, 32), (70, 70), (80, 70)], 64),  # and here one of them has none
+        ([(64, 64), (70, 64), (80, 70), (90, 80)], 0),
+        ([(64, 64), (70, 64), (80, 70), (95, 80)], 95),
+        ([(10, 0), (20, 10), (25, 20)], 25),
+        ([(10, 10), (20, 10), (25, 20)], 0),
+    ],
+)
+def test_where_a_chain_has_its_window(pieces: list[tuple[int, int]], expected: int) -> None:
+    assert window_end(chain(*pieces), W) == expected
+
+
+def held(shape: Capability, tree: RadixTree, tokens: list[int], **options: object) -> tuple[int, str, int | None]:
+    """The length of a plan, its last kind, and from where windows come out of segments."""
+    found = make_plan(
+        tree.match("n", tokens), len(tokens), min_tokens=8, speeds=Speeds(), shape=shape, payload=tree.get, **options
+    )
+    return found.length, found.parts[-1].kind if found.parts else found.reason, found.window
+
+
+def test_a_window_is_cut_where_it_reaches_back() -> None:
+    tree = RadixTree()
+    for n, window_from in ((128, 96), (150, 128), (200, 168)):
+        tree.put(tree.insert("n", path((1, n))), "segment", Windowed(window_from=window_from))
+    for n, length in ((201, 200), (200, 199), (199, 150), (160, 150), (150, 149), (130, 129), (128, 127), (127, 0)):
+        expected = (length, "segment", length - W) if length else (0, "no_checkpoint", None)
+        assert held(WINDOWED, tree, [*path((1, n - 1)), 9]) == expected, n
+    checkpoint = tree.insert("n", path((1, 190)))
+    tree.put(checkpoint, "checkpoint", Saved())
+    # Of a checkpoint the window is taken, of the segments none.
+    assert held(WINDOWED, tree, [*path((1, 195)), 9]) == (190, "checkpoint", 190)
+    assert held(WINDOWED, tree, path((1, 190))) == (189, "checkpoint", 189)  # the same prompt again
+    assert held(WINDOWED, tree, path((1, 189))) == (150, "segment", 150 - W)
+    assert held(WINDOWED, tree, [*path((1, 200)), 9]) == (200, "segment", 200 - W)
+
+
+def test_a_window_shorter_than_what_is_worth_keeping() -> None:
+    tree = RadixTree()
+    tree.put(tree.insert("n", path((1, 6))), "segment", Windowed(window_from=0))
+    tree.put(tree.insert("n", path((1, 100))), "segment", Windowed(window_from=68))
+    assert held(WINDOWED, tree, [*path((1, 50)), 9]) == (0, "no_checkpoint", None)
+
+
+def test_a_hybrid_needs_a_checkpoint_and_the_attention_before_it() -> None:
+    tree = RadixTree()
+    for n in (100, 150):
+        tree.put(tree.insert("n", path((1, n))), "checkpoint", Saved())
+    longer = [*path((1, 200)), 9]
+    assert held(HYBRID, tree, longer) == (0, "no_checkpoint", None)
+    tree.put(tree.insert("n", path((1, 120))), "segment", Saved(), start=0)
+    assert held(HYBRID, tree, longer) == (100, "checkpoint", None)
+    tree.put(tree.insert("n", path((1, 160))), "segment", Saved(), start=120)
+    assert held(HYBRID, tree, longer) == (150, "checkpoint", None)
+    assert held(HYBRID, tree, path((1, 150))) == (100, "checkpoint", None)  # state cannot be cut by one token
+    assert held(HYBRID, tree, [*path((1, 99)), 9]) == (0, "no_checkpoint", None)
+    tree.get(tree.insert("n", path((1, 150))), "checkpoint").damaged = True
+    assert held(HYBRID, tree, longer) == (100, "checkpoint", None)
+    tree.match("n", longer).segments[0].payload.damaged = True
+    assert held(HYBRID, tree, longer) == (0, "no_checkpoint", None)
+
+
+def test_a_recurrent_model_needs_a_checkpoint_alone() -> None:
+    tree = RadixTree()
+    for n in (6, 100, 150):
+        tree.put(tree.insert("n", path((1, n))), "checkpoint", Saved())
+    assert held(RECURRENT, tree, [*path((1, 150)), 9]) == (150, "checkpoint", None)
+    assert held(RECURRENT, tree, path((1, 150))) == (100, "checkpoint", None)
+    assert held(RECURRENT, tree, [*path((1, 80)), 9]) == (0, "no_checkpoint", None)  # the one at 6 is too short
+    # With its logits the whole prompt is restored, for as long as they are not damaged.
+    logits = Saved()
+    tree.put(tree.insert("n", path((1, 150))), "logits", logits)
+    assert held(RECURRENT, tree, path((1, 150)), logits=True) == (150, "checkpoint", None)
+    assert held(RECURRENT, tree, path((1, 150))) == (100, "checkpoint", None)
+    logits.damaged = True
+    assert held(RECURRENT, tree, path((1, 150)), logits=True) == (100, "checkpoint", None)

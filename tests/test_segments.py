@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skippy._radix import RadixTree
+from skippy.capability import Capability
 from skippy.errors import StateError
-from skippy.layout import MAGIC
+from skippy.layout import MAGIC, Layout
 from skippy.pool import Pool
 from skippy.segments import RamStore
 from skippy.space import Space
@@ -171,3 +174,105 @@ def test_positions_are_checked_when_saved() -> None:
     with pytest.raises(StateError, match="100 cells at positions 1 to 7777, expected 0 to 99"):
         shelf.store.save(shelf.pool, 0, 0, 100)
     assert shelf.store.arena.used == 0
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class PointContext(NumberedContext):
+    """A recurrent model: a state of 1,000 bytes for each sequence, whatever its length, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def state_size(self, seq: int, flags: int = 0) -> int:
+        return 1000
+
+    def save(self, seq: int, out: Any, flags: int = 0) -> int:
+        out[: len(out)] = bytes([self.ranges[seq][1] % 251]) * len(out)
+        return len(out)
+
+
+def recurrent(capacity: int) -> tuple[PointContext, RadixTree, Space]:
+    context = PointContext()
+    shape = Capability(None, point_state_bytes=1000, layout=Layout(0, opaque=True))
+    pool = Pool(context, lanes=1, residents=0, shape=shape)
+    store = RamStore(capacity, shape)
+    tree = RadixTree()
+    return (
+        context,
+        tree,
+        Space(tree, pool, store, lane_cells=lambda: 0, keep_saved=True, emit=lambda *args, **kwargs: None),
+    )
+
+
+def test_checkpoints_of_a_recurrent_model_may_take_all_there_is() -> None:
+    context, tree, space = recurrent(32 * 1024)
+    path = np.arange(4000, dtype=np.int32)
+    for n in range(100, 4001, 100):
+        context.ranges[0] = (0, n)
+        assert space.shelf.save_point("n", path[:n], 0)
+        assert space.store.arena.used == tree.bytes_of("checkpoint") <= space.store.arena.peak <= 32 * 1024
+    assert tree.count("segment") == 0
+    each = tree.bytes_of("checkpoint") // tree.count("checkpoint")
+    assert 1000 <= each <= 1024
+    assert tree.count("checkpoint") == 32 * 1024 // each
+    assert space.evictions == {"checkpoint:bytes": 40 - tree.count("checkpoint")}
+    # They lie closer together towards the end, where prompts part; none is refused, the last one least of all.
+    kept = [0, *sorted(node.length for node in tree.entries("checkpoint"))]
+    gaps = [b - a for a, b in pairwise(kept)]
+    assert kept[-10:] == list(range(3100, 4001, 100))
+    assert max(gaps) == gaps[0] <= 500
+    # The same again is there already, and costs nothing.
+    saves = space.store.saves
+    assert space.shelf.save_point("n", path, 0)
+    assert space.store.saves == saves
+
+
+def test_inner_checkpoints_of_one_path_go_before_its_ends() -> None:
+    context, tree, space = recurrent(8 * 1024)
+    shared, one, two = list(range(100)), list(range(1000, 1100)), list(range(2000, 2100))
+    for path in (shared, shared + one, shared + two, shared + two + one, shared + two + one + two):
+        context.ranges[0] = (0, len(path))
+        assert space.shelf.save_point("n", np.array(path, np.int32), 0)
+    before = tree.count("checkpoint")
+    context.ranges[0] = (0, 50)
+    others = 0
+    while tree.count("checkpoint") == before + others:
+        others += 1
+        assert space.shelf.save_point("n", np.arange(5000 + 100 * others, 5050 + 100 * others, dtype=np.int32), 0)
+    kept = {node.length for node in tree.entries("checkpoint")}
+    assert 100 in kept  # two paths go on from it
+    assert 200 in kept  # the end of one of them, and both ends of a chain
+    assert 400 in kept
+
+
+def test_a_checkpoint_of_another_length_than_its_sequence_is_refused() -> None:
+    context, tree, space = recurrent(64 * 1024)
+    context.ranges[0] = (0, 99)
+    assert not space.shelf.save_point("n", np.arange(100, dtype=np.int32), 0)
+    assert space.failures == {"save": 1}
+    assert (tree.count("checkpoint"), space.store.arena.used) == (0, 0)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_leaves() -> None:
+    context, tree, space = recurrent(2 * 1024)
+    context.ranges[0] = (0, 100)
+    assert space.shelf.save_point("n", np.arange(100, dtype=np.int32), 0)
+    kept = tree.count("checkpoint")
+    context.state_size = lambda seq, flags=0: 4000  # type: ignore[method-assign]
+    assert not space.shelf.save_point("n", np.arange(500, 600, dtype=np.int32), 0)
+    assert tree.count("checkpoint") == kept == 1
+    assert space.evictions == {"checkpoint:refused": 1}
+
+
+def test_damaged_logits_are_not_read() -> None:
+    store = RamStore(1 << 20)
+    kept = store.save_logits(np.arange(100, dtype=np.float32))
+    assert kept is not None
+    assert np.array_equal(kept.read(), np.arange(100, dtype=np.float32))
+    kept.block.view[33] ^= 1
+    with pytest.raises(StateError, match="the saved logits does not match its checksum"):
+        kept.read()
+    store.drop(kept)
+    assert store.arena.used == 0
