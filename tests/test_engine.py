@@ -155,7 +155,7 @@ def test_a_long_prompt_does_not_stop_the_others(open_tiny: Open) -> None:
     next(stream)
     batches.seen.clear()
     long = words(320, 2)
-    answers = together(lambda: list(stream), lambda: rt.generate(long, max_tokens=1))
+    answers = after_the_first_batch(batches, lambda: list(stream), lambda: rt.generate(long, max_tokens=1))
     assert sum(len(chunk.tokens) for chunk in answers[0]) == 39
     mixed = [batch for batch in batches.seen if len(batch) == 2]
     assert len(mixed) > 10
@@ -628,6 +628,32 @@ def test_ctrl_c_in_a_batch_is_for_who_leads(open_tiny: Open, name: str, evaluate
     with pytest.raises(KeyboardInterrupt):
         rt.generate(words(60, 3), max_tokens=40)
     assert rt.engine.running == [other]
+    rt.check()
+    list(others)
+    assert other.generated == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "falconh1"])
+def test_ctrl_c_between_a_batch_and_what_is_noted_of_it(open_tiny: Open, name: str) -> None:
+    rt = open_tiny(name)
+    prompt = words(60, 2)
+    expected = rt.generate(prompt, max_tokens=12, cache_prompt=False).tokens
+    other = rt.request(prompt, max_tokens=12)
+    others = other.run()
+    next(others)
+    other.wanted = other.whole = True
+    real = rt.engine._decode
+
+    def decode(items: list[_Item]) -> bool:
+        done = real(items)
+        if len(items) == 2:
+            rt.engine._decode = real  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+        return done
+
+    rt.engine._decode = decode  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        rt.generate(words(60, 3), max_tokens=40)
     rt.check()
     list(others)
     assert other.generated == expected
