@@ -90,6 +90,10 @@ def make_plan(
     if length > 0 and match.resident is not None:
         parts.append(Part("resident", "resident", match.resident, None, 0, length))
     found, worthless = _segments(spans, length, wanted, speeds)
+    if shape.window and disk.spans:  # what RAM holds of a longer path lacks the window here, which the disk may have
+        other, dear = _segments(spans, length, wanted, speeds, whole=True)
+        if window_end(other, shape.window) > window_end(found, shape.window):
+            found, worthless = other, dear
     parts += found
     window = None
     if shape.window and parts:
@@ -106,17 +110,20 @@ def make_plan(
     return Plan(tuple(parts), matched, reason, window)
 
 
-def _segments(spans: Sequence[AnySpan], length: int, wanted: int, speeds: Speeds | None) -> tuple[list[Part], bool]:
+def _segments(
+    spans: Sequence[AnySpan], length: int, wanted: int, speeds: Speeds | None, *, whole: bool = False
+) -> tuple[list[Part], bool]:
     """Parts that go on from `length` without a gap, and whether they end because more is not worth it.
 
-    What is in RAM comes before what is on disk, and of these what reaches farthest.
+    What is in RAM comes before what is on disk, and of these what reaches farthest; with `whole` those come first that
+    are on the path to their end.
     """
     parts: list[Part] = []
     while length < wanted:
         going_on = [span for span in spans if span.start <= length < span.reach and not span.payload.damaged]
         if not going_on:
             break
-        span = max(going_on, key=lambda span: (span.payload.tier == "ram", span.reach))
+        span = max(going_on, key=lambda x: (whole and x.reach == x.end, x.payload.tier == "ram", x.reach))
         end = min(span.reach, wanted)
         nbytes = span.payload.nbytes * (end - length) // (span.end - span.start)
         if speeds is not None and not speeds.worth_restoring(nbytes, end - length, span.payload.tier):
