@@ -231,11 +231,33 @@ class Rig:
     def check_log(self) -> None:
         assert [line for line in self.logged if NO_SLOT in line] == []
 
+    def agrees(self, prompt: list[int], answer: list[int]) -> None:
+        """The answer is the cold one, or leaves it at a near tie.
+
+        Lanes cut a prompt anywhere, so rounding is measured at more places than `Answers.check` looks at; and where it
+        moves a logit by so much, it moves two of them apart by twice that.
+        """
+        cold = self.answers.cold(prompt, len(answer))
+        if cold == answer:
+            return
+        runs = self.answers._runs
+        parting = runs.parting(np.array(prompt, np.int32), cold, answer)
+        assert parting is not None
+        noise = parting.noise
+        if parting.gap > 2 * noise:
+            path = np.array([*prompt, *cold[: parting.index]], np.int32)
+            plain = runs.logits(path, list(range(len(prompt), len(path))))
+            rng = random.Random(len(path))
+            for _ in range(8):
+                cuts = sorted(rng.sample(range(1, len(path)), min(len(path) - 1, rng.randint(1, 12))))
+                noise = max(noise, float(np.abs(plain - runs.logits(path, cuts)).max()))
+        assert parting.gap <= 2 * noise, f"the answer leaves the cold one: {parting}, noise {noise}"
+
     def right(self, request: Request) -> None:
         """What it answered, to whatever length, a cold run answers too."""
         prompt, answer = request.prompt, request.generated
         if answer:
-            self.answers.check(prompt, list(answer), len(answer))
+            self.agrees(prompt, list(answer))
         self.note([*prompt, *answer])
         self.done[request.finish_reason or "closed"] += 1
 
@@ -262,7 +284,7 @@ class Rig:
         prompt = self.prompt()
         try:
             for answer in self.rt.generate(prompt, n=3, max_tokens=3):
-                self.answers.check(prompt, answer.tokens, len(answer.tokens))
+                self.agrees(prompt, answer.tokens)
         except (SkippyError, Torn) as error:
             self.excused(error)
 
@@ -400,7 +422,7 @@ def test_one_thread_with_many_streams(tiny: Callable[[str], Path], name: str, se
             rig.faults.rate = 0.0
             rig.check(exact=not rig.streams and not rig.faults.seen)
         assert rig.done["length"] > 5
-        assert rig.rt.cache.tokens["cached"] > 100 or residency == "auto"
+        assert rig.rt.cache.tokens["cached"] > 50 or residency == "auto"
         assert bool(rig.faults.seen) == bool(faults)
         if not faults:
             assert set(rig.rt.stats()["failures"]) == set()
@@ -428,7 +450,7 @@ class Crowd:
         if self.errors:
             raise self.errors[0]
         for prompt, answer in self.answered:
-            self.rig.answers.check(prompt, answer, len(answer))
+            self.rig.agrees(prompt, answer)
 
     def _choose(self, rng: random.Random) -> tuple[list[int], dict[str, Any]]:
         with self.lock:

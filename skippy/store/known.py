@@ -65,7 +65,8 @@ class Known:
 
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
-        self._segments: dict[tuple[str, str], list[Row]] = {}  # by namespace and path before
+        # By namespace, path before and first token: as in a radix tree, two seldom share all of these.
+        self._segments: dict[tuple[str, str, int], list[Row]] = {}
         self._checkpoints: dict[tuple[str, str], Row] = {}  # by namespace and path
         self._places: dict[str, Counter[int]] = {}  # namespace -> where segments begin and checkpoints lie
         self._sorted: dict[str, list[int]] = {}
@@ -95,7 +96,7 @@ class Known:
         self.written += row.id != 0
         entry = row.entry
         if entry.kind == "segment":
-            self._segments.setdefault((entry.namespace, entry.before), []).append(row)
+            self._segments.setdefault(_place(entry), []).append(row)
         else:
             self._checkpoints[entry.namespace, entry.path] = row
             self._lengths.setdefault(entry.namespace, Counter())[entry.end] += 1
@@ -109,10 +110,10 @@ class Known:
         self.written -= row.id != 0
         entry = row.entry
         if entry.kind == "segment":
-            siblings = self._segments[entry.namespace, entry.before]
+            siblings = self._segments[_place(entry)]
             siblings.remove(row)
             if not siblings:
-                del self._segments[entry.namespace, entry.before]
+                del self._segments[_place(entry)]
         else:
             del self._checkpoints[entry.namespace, entry.path]
             lengths = self._lengths[entry.namespace]
@@ -159,16 +160,21 @@ class Known:
             if place > at:
                 state.update(text[4 * at : 4 * place])
                 at = place
-            key = namespace, state.hexdigest() if place else ROOT
-            for row in self._segments.get(key, ()) if place <= reach else ():
+            path = state.hexdigest() if place else ROOT
+            following = (namespace, path, int(tokens[place]) if place < len(tokens) else -1)
+            for row in self._segments.get(following, ()) if place <= reach else ():
                 common = _common(row.entry.tokens, tokens[place : row.entry.end])
                 if common and (row.id or queued):
                     spans.append(DiskSpan(place, row.entry.end, place + common, DiskState(row)))
                     reach = max(reach, place + common)
-            point = self._checkpoints.get(key)
+            point = self._checkpoints.get((namespace, path))
             if point is not None and (point.id or queued):
                 checkpoints.append(DiskState(point))
         return Found(tuple(spans), tuple(checkpoints))
+
+
+def _place(entry: Entry) -> tuple[str, str, int]:
+    return entry.namespace, entry.before, int(entry.tokens[0]) if len(entry.tokens) else -1
 
 
 def _common(a: Tokens, b: Tokens) -> int:
