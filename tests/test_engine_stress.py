@@ -229,7 +229,8 @@ class Rig:
             assert counted == found if exact else counted >= found, f"counted {counted}, in use {found}"
 
     def check_log(self) -> None:
-        assert [line for line in self.logged if NO_SLOT in line] == []
+        """Of a half restored hybrid that cannot be emptied nobody knows the cells: only then a slot may be missing."""
+        assert self.faults.seen or [line for line in self.logged if NO_SLOT in line] == []
 
     def agrees(self, prompt: list[int], answer: list[int]) -> None:
         """The answer is the cold one, or leaves it at a near tie.
