@@ -334,6 +334,16 @@ class Pty:
         self.seen = ""
         os.write(self.master, keys.encode())
 
+    def interrupt_the_prompt(self) -> None:
+        """Ctrl-C until the prompt comes anew.
+
+        Python looks for signals before it waits for keys: one that comes in between is seen with the next one.
+        """
+        while not self.seen.endswith("main> "):
+            os.write(self.master, b"\x03")
+            again = time.monotonic() + 2
+            self.wait_for(lambda seen, again=again: seen.endswith("main> ") or time.monotonic() > again)  # type: ignore[misc]
+
     def wait_for(self, done: Callable[[str], bool]) -> str:
         while not done(self.seen):
             left = self.end - time.monotonic()
@@ -369,9 +379,7 @@ def test_a_session_on_a_real_terminal() -> None:
         assert f"[system]\n{SYSTEM * 3}\n[1]\n{question}\n[assistant]\n{said.replace('^C', '')[:8]}" in seen
         terminal.type("half a mess")
         terminal.wait_for(lambda seen: seen == "half a mess")
-        time.sleep(0.3)  # Python looks for signals before it waits for keys: one that comes in between waits too
-        os.write(terminal.master, b"\x03")  # at the prompt it drops the line, not the chat
-        terminal.wait_for(lambda seen: seen.endswith("main> "))
+        terminal.interrupt_the_prompt()  # which drops the line, not the chat
         terminal.type("/regenerate\n")
         terminal.wait_for(lambda seen: len(seen) > len("/regenerate\n") + 5)
         os.write(terminal.master, b"\x03")
