@@ -66,7 +66,7 @@ KILLED = """
     rng = random.Random(seed)
 
     def write(number, out):
-        tier = open_tier(folder)
+        tier = open_tier(folder, capacity=2**40)  # nothing leaves
         for i in range(1000):
             path = path_of(120, 1000 * number + i)
             for end in (40, 120):
@@ -108,7 +108,7 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
     cleaned = adopted = 0
     for _ in range(rounds):
         written += [int(seed) for seed in process.stdout.readline().split()[1:]]
-        tier = open_tier(folder)
+        tier = open_tier(folder, capacity=2**40)
         assert tier.off is None
         assert left_over(folder) == []
         assert tier.verify() == []
@@ -468,13 +468,14 @@ RACING = """
 @contextmanager
 def standing_still(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
     """In here these processes do not run: what is counted is what was there at one moment."""
-    for process in processes:
+    running = [process for process in processes if process.poll() is None]
+    for process in running:  # one that ends now stays as a zombie until it is polled: these calls find it
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     try:
         yield
     finally:
-        for process in processes:
+        for process in running:
             os.kill(process.pid, signal.SIGCONT)
 
 
