@@ -423,6 +423,11 @@ class Cache:
             self.disk.erase(None if namespace is None else {namespace})
         self.store.arena.release_pages()
 
+    def write_out(self, namespace: str, tokens: Tokens) -> None:
+        """Queue for the disk what of a path is in RAM: whoever held it is done with it."""
+        if self.spill is not None:
+            self.spill.path(namespace, tokens)
+
     def forget_saved(self, namespace: str, tokens: Tokens) -> int:
         """Erase on disk what is stored of prompts that begin with `tokens`; how many files."""
         return 0 if self.disk is None else self.disk.erase_prompt(namespace, tokens)

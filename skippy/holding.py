@@ -48,6 +48,7 @@ class Holding:
         self._steps = steps
         self._freed = freed
         self._locks: dict[Pin, Lock] = {}
+        self._paths: dict[Pin, tuple[str, Tokens]] = {}
 
     def __len__(self) -> int:
         """How many pins there are, those that have run out not counted."""
@@ -70,6 +71,7 @@ class Holding:
             lock = self._protect(namespace, tokens, match.resident, match.segment_length)
             pin = Pin(len(tokens), ttl, self._release)
             self._locks[pin] = lock
+            self._paths[pin] = (namespace, tokens)
             return pin
 
     def _protect(self, namespace: str, tokens: Tokens, resident: Node | None, saved: int) -> Lock:
@@ -97,6 +99,7 @@ class Holding:
     def _unlock(self, pin: Pin) -> None:
         lock = self._locks.pop(pin, None)
         if lock is not None:
+            self._cache.write_out(*self._paths.pop(pin))  # before it may leave RAM
             self._cache.tree.unlock(lock)
 
     def expire(self) -> None:

@@ -268,14 +268,14 @@ class RamStore:
             raise StateError(f"sequence {dst} has {pool.length(dst)} tokens after a restore, expected {end}")
         self._count_restore(len(state), began)
 
-    def cut_out(self, segment: Segment, start: int) -> Any:
-        """The bytes of a segment from its token `start` on, in memory of their own where they are cut.  O(bytes).
+    def cut_out(self, segment: Segment, start: int, end: int) -> Any:
+        """The bytes of the tokens [start, end) of a segment, in memory of their own where they are cut.  O(bytes).
 
         Not in working memory: room is made for a state that is just being saved, and may lie there.
         """
-        if start == segment.start:
+        if (start, end) == (segment.start, segment.end):
             return segment.block.view
-        return cut(segment.block.view, start, segment.end, layout=self._layout)
+        return cut(segment.block.view, start, end, layout=self._layout)
 
     def restore_point(self, pool: Pool, checkpoint: Checkpoint, dst: int, end: int | None = None) -> None:
         """Put a checkpoint on top of the attention of its path in `dst` (an empty `dst` where there is no attention).

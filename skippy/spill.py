@@ -28,18 +28,22 @@ class Spill:
         space.shelf.on_leaving = self.leaving
 
     def leaving(self, namespace: str, path: Tokens, saved: Saved) -> None:
-        """Something is about to leave RAM.  O(bytes) where it is not on disk yet, else O(tokens).  Never raises."""
+        """Something is about to leave RAM, or of a segment what is on `path`.  Never raises.
+
+        O(bytes) where it is not on disk yet, else O(tokens).
+        """
         if saved.damaged:
             return
+        end = len(path)
         try:
             if isinstance(saved, Segment):
                 self.disk.offer_segment(
                     namespace,
                     path,
                     saved.start,
-                    saved.window_from,
+                    min(saved.window_from, end),
                     saved.nbytes,
-                    lambda begin: self._from(saved, begin),
+                    lambda begin: self._part(saved, begin, end),
                 )
             elif isinstance(saved, Checkpoint):
                 self.disk.offer_checkpoint(
@@ -49,23 +53,27 @@ class Spill:
             self.disk.counts["damaged_in_memory"] += 1
             log.warning("saved state is damaged, and not written to disk: %s", error)
 
-    def _from(self, segment: Segment, begin: int) -> tuple[Any, int]:
-        """The bytes of a segment from its token `begin` on, and their checksum."""
-        if begin == segment.start:
+    def _part(self, segment: Segment, begin: int, end: int) -> tuple[Any, int]:
+        """The bytes of the tokens [begin, end) of a segment, and their checksum."""
+        if (begin, end) == (segment.start, segment.end):
             return segment.block.view, segment.checksum
         self.space.store.verify(segment)
-        state = self.space.store.cut_out(segment, begin)
+        state = self.space.store.cut_out(segment, begin, end)
         return state, xxhash.xxh3_64_intdigest(state)
 
     def path(self, namespace: str, tokens: Tokens) -> None:
-        """A path was used again: what of it is in RAM is worth keeping."""
+        """A path was used again, or somebody is done with it: what of it is in RAM is worth keeping.
+
+        Of a longer segment its head, where that can be used by itself.
+        """
         if not self.disk.takes:
             return
         tree, shelf = self.space.tree, self.space.shelf
         match = tree.match(namespace, tokens)
+        points = {node.length for node in match.checkpoints}  # which bring the window that a head is without
         for span in match.segments:
-            if span.reach == span.end:
-                self.leaving(namespace, tokens[: span.end], span.payload)
+            if span.reach == span.end or not self.space.store.shape.window or span.reach in points:
+                self.leaving(namespace, tokens[: span.reach], span.payload)
         for node in match.checkpoints:
             self.leaving(namespace, tokens[: node.length], shelf.saved(node, "checkpoint"))
 

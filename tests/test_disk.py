@@ -506,6 +506,35 @@ def test_a_busy_writer_costs_no_request_anything(make: Make) -> None:
     assert disk.counts["saves"] > 0
 
 
+def test_a_pin_is_written_when_it_is_closed(make: Make) -> None:
+    rig = make("llama")
+    rt = rig.open()
+    pin = rt.pin(SYSTEM)
+    assert rt.cache.disk.rows() == []
+    pin.close()
+    rt.cache.disk.flush()
+    assert [(row.entry.start, row.entry.end) for row in rt.cache.disk.rows()] == [(0, 100)]
+    rig.ask(SYSTEM, rig.open())  # another process
+    assert rig.evaluated == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falconh1"])
+def test_a_shared_prefix_is_written_on_its_second_use(make: Make, name: str) -> None:
+    rig = make(name)
+    rt = rig.open()
+    rig.ask(SYSTEM + text(60, 2))
+    evict_residents(rt)
+    assert rt.cache.disk.rows() == []
+    for seed in (3, 4):
+        rig.ask(SYSTEM + text(60, seed))
+        evict_residents(rt)
+    assert rig.tiers["ram"] == 100
+    rt.cache.disk.flush()
+    assert max(row.entry.end for row in rt.cache.disk.rows()) == 100
+    rig.ask(SYSTEM + text(50, 5), rig.open())
+    assert (rig.evaluated, rig.tiers["disk"]) == (50, 100)
+
+
 def test_pins_are_written_at_the_end(make: Make) -> None:
     rig = make("llama")
     rt = rig.open()
