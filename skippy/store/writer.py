@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 __all__ = ["Job", "Writer"]
@@ -81,6 +84,9 @@ class Writer:
         return True
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where each thread has a priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while self._next(_IDLE):
             pass
 
