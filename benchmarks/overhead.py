@@ -2,8 +2,9 @@
 
     python benchmarks/overhead.py [--model PATH] [--tokens 256] [--pairs 20] [--threads N] [--max-resident-tokens N]
 
-Each pair asks both for the first token of the same new prompt, in changing order.  Printed are medians and quartiles of
-the times and of the difference within a pair; the difference is noise plus overhead, so look at its quartiles.  The
+Each round asks both for the first token of the same new prompt, in changing order, and skippy.Llama with mode
+"disabled" beside them, which does what llama_cpp.Llama does: its difference is noise.  Printed are medians and
+quartiles of the times and of the differences within a round; each is noise plus overhead, so look at its quartiles.  The
 last row is what the cache itself did meanwhile, by its own clock: looking up, and keeping what was evaluated (which
 comes after the first token).  Prompts that stay in the pool make llama.cpp attend over more cells; to see what that
 costs, compare with --max-resident-tokens 256.
@@ -53,6 +54,7 @@ def main() -> None:
     parent = llama_cpp.Llama(path, **settings)
     cap = options.max_resident_tokens
     ours = skippy.Llama(path, cache=skippy.CacheConfig(max_resident_tokens=cap), **settings)
+    control = skippy.Llama(path, cache=skippy.CacheConfig(mode="disabled"), **settings)
     assert ours.prefix_cache is not None
     cache = ours.prefix_cache.cache
     own: list[float] = []
@@ -74,16 +76,23 @@ def main() -> None:
 
     cache.record, cache.begin = timed_record, timed_begin  # type: ignore[method-assign, assignment]
     rng = np.random.default_rng(1)
-    times: dict[str, list[float]] = {"llama_cpp.Llama": [], "skippy.Llama": []}
-    arms = {"llama_cpp.Llama": parent, "skippy.Llama": ours}
+    arms = {"llama_cpp.Llama": parent, "skippy.Llama": ours, "skippy.Llama, disabled": control}
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    order = list(arms)
     for i in range(options.pairs + 2):
         prompt = rng.integers(1000, 20000, options.tokens).tolist()
-        for name in sorted(arms, reverse=bool(i % 2)):
+        order = [*order[1:], order[0]]
+        for name in order:
             elapsed = first_token_ms(arms[name], prompt)
             if i >= 2:
                 times[name].append(elapsed)
-    differences = [b - a for a, b in zip(*times.values(), strict=True)]
-    rows = {**times, "difference within a pair": differences, "the cache by its own clock": own[2:]}
+    plain, with_cache, without = times.values()
+    rows = {
+        **times,
+        "difference within a pair": [b - a for a, b in zip(plain, with_cache, strict=True)],
+        "the same, disabled": [b - a for a, b in zip(plain, without, strict=True)],
+        "the cache by its own clock": own[2:],
+    }
     table = Table(title=f"first token of {options.tokens} new tokens, {options.pairs} pairs, {options.threads} threads")
     for column in ("ms", "quartile", "median", "quartile", "median, % of TTFT"):
         table.add_column(column, justify="left" if column == "ms" else "right")
@@ -96,6 +105,7 @@ def main() -> None:
     Console(width=110).print(table)
     parent.close()
     ours.close()
+    control.close()
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 

@@ -77,6 +77,9 @@ class Speeds:
     # seen on a CPU with flash attention, and what the bandwidths of a GPU and its bus say.  Believed until measured.
     prior_share = 1 / 16
 
+    # What stays is in the way of the requests after the next one too; so many of them are counted.
+    requests_ahead = 4
+
     def __init__(self) -> None:
         self._prefill = _Rate()
         self._restore = _Rate()
@@ -132,14 +135,14 @@ class Speeds:
         return guess if measured is None else min(max(guess, measured[0], 0.0), max(measured[1], 0.0))
 
     def staying_costs_more(self, cells: int, unsaved: int, nbytes: int, tokens: int, bytes_per_cell: int) -> bool:
-        """Whether `cells` cost more while `tokens` are evaluated than to leave for RAM and come back once.
+        """Whether `cells` cost more in a few requests of `tokens` each than to leave for RAM and come back once.
 
         `nbytes` is their saved state, `unsaved` how much of it is still to be saved.  False while nothing is known.
         """
         price = self.resident_price(bytes_per_cell)
         if price is None or self.restore is None or self.save is None:
             return False
-        return cells * tokens * price > unsaved / self.save + nbytes / self.restore
+        return self.requests_ahead * cells * tokens * price > unsaved / self.save + nbytes / self.restore
 
     def declined(self) -> None:
         """A restore was not made because it looked too dear: believe that a little less, so that it is tried again."""

@@ -62,10 +62,11 @@ def test_a_price_of_nothing_is_believed_and_never_negative() -> None:
 
 def test_staying_is_weighed_against_leaving_and_coming_back() -> None:
     speeds = known(save=1e9, restore=1e9)  # price: 1000 / 1e9 / 16 = 62.5 ns; 100 cells: 0.1 ms each way
-    assert not speeds.staying_costs_more(100, 100 * CELL, 100 * CELL, 31, CELL)
-    assert speeds.staying_costs_more(100, 100 * CELL, 100 * CELL, 33, CELL)
-    assert speeds.staying_costs_more(100, 0, 100 * CELL, 17, CELL)  # saved already: only the way back counts
-    assert not speeds.staying_costs_more(100, 0, 100 * CELL, 15, CELL)
+    # Four requests are counted.
+    assert not speeds.staying_costs_more(100, 100 * CELL, 100 * CELL, 7, CELL)
+    assert speeds.staying_costs_more(100, 100 * CELL, 100 * CELL, 9, CELL)
+    assert speeds.staying_costs_more(100, 0, 100 * CELL, 5, CELL)  # saved already: only the way back counts
+    assert not speeds.staying_costs_more(100, 0, 100 * CELL, 3, CELL)
     slow_bus = known(save=1e6, restore=1e6)
     steps(slow_bus, 400, others=1e-7, own=1e-6)
-    assert not slow_bus.staying_costs_more(100, 100 * CELL, 100 * CELL, 2000, CELL)
+    assert not slow_bus.staying_costs_more(100, 100 * CELL, 100 * CELL, 400, CELL)
