@@ -4,8 +4,8 @@
 
 Each round asks both for the first token of the same new prompt, in changing order, and skippy.Llama with mode
 "disabled" beside them, which does what llama_cpp.Llama does: its difference is noise.  Printed are medians and
-quartiles of the times and of the differences within a round; each is noise plus overhead, so look at its quartiles.  The
-last row is what the cache itself did meanwhile, by its own clock: looking up, and keeping what was evaluated (which
+quartiles of the times and of the differences within a round; each is noise plus overhead, so look at its quartiles.
+The last row is what the cache itself did meanwhile, by its own clock: looking up, and keeping what was evaluated (which
 comes after the first token).  Prompts that stay in the pool make llama.cpp attend over more cells; to see what that
 costs, compare with --max-resident-tokens 256.
 """
