@@ -334,9 +334,22 @@ class Cache:
         if self.observer is not None:
             self.observer.evaluated(lease, tokens)
 
-    def is_of_use(self, place: bool) -> bool:
-        """Whether `checkpoint` is to be called where a batch of the prompt has ended; `place`: at its end or a stop."""
-        return place or not self.capability.needs_checkpoints
+    def keep_state(self, lease: Lease, prompt_tokens: int, path: Callable[[int], Tokens]) -> None:
+        """A batch has ended in the lane: keep what can be kept only now, where that is of use.
+
+        In a prompt of `prompt_tokens` that is at its pauses and its end, and with a window at the end of each batch;
+        behind it where a part of the window is about to be lost.  `path(n)` gives the first n tokens of the lane.
+        """
+        n = lease.length
+        if not self.keeps_points:
+            return
+        if n <= prompt_tokens:
+            wanted = n == prompt_tokens or n in lease.pauses or not self.capability.needs_checkpoints
+        else:
+            wanted = 0 < self.capability.window <= n - lease.kept_at + 1
+        if wanted:
+            self.checkpoint(lease, path(n))
+            lease.kept_at = n
 
     def undo(self, lease: Lease, code: int = 2) -> None:
         """A batch failed: what of it went into the lane goes out again, or all does where it cannot be cut.
@@ -353,13 +366,9 @@ class Cache:
                 log.warning("a lane is emptied after a failed batch: %s", error)
         self.restorer.clean(lease)
 
-    def wants_checkpoint(self, lease: Lease, since: int) -> bool:
-        """Whether a lane that was at `since` tokens at the last checkpoint is about to lose a part of its window."""
-        return 0 < self.capability.window <= lease.length - since + 1 and self.keeps_points
-
-    def note_logits(self, lease: Lease, logits: Callable[[], npt.NDArray[np.float32]], n_vocab: int) -> None:
-        """The prompt has been evaluated to its end: keep its logits with it, if `n_vocab` of them are cheap enough."""
-        if not self.off and self.config.mode != "lookup" and 4 * n_vocab <= self.logits_bytes:
+    def note_logits(self, lease: Lease, logits: Callable[[], npt.NDArray[np.float32]]) -> None:
+        """The prompt has been evaluated to its end: keep its logits with it, if any are kept."""
+        if not self.off and self.config.mode != "lookup" and self.logits_bytes:
             lease.logits, lease.prompt_end = logits(), lease.length
 
     # -- recording --------------------------------------------------------------------------------------
@@ -423,10 +432,18 @@ class Cache:
             self.disk.erase(None if namespace is None else {namespace})
         self.store.arena.release_pages()
 
-    def write_out(self, namespace: str, tokens: Tokens) -> None:
-        """Queue for the disk what of a path is in RAM: whoever held it is done with it."""
-        if self.spill is not None:
-            self.spill.path(namespace, tokens)
+    def write_out(self, namespace: str, tokens: Tokens, *, from_pool: bool = False) -> None:
+        """Queue for the disk what of a path is in RAM: whoever held it is done with it.
+
+        With `from_pool` also what of it is in the pool alone, which goes into RAM first.
+        """
+        if self.spill is None:
+            return
+        match = self.tree.match(namespace, tokens)
+        if from_pool and match.resident is not None and match.segment_length < match.resident_length:
+            path = self.tree.insert(namespace, tokens[: match.resident_length])
+            self.shelf.save_path(path, self.space.sequence_of(match.resident))
+        self.spill.path(namespace, tokens)
 
     def forget_saved(self, namespace: str, tokens: Tokens) -> int:
         """Erase on disk what is stored of prompts that begin with `tokens`; how many files."""

@@ -15,10 +15,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from skippy.cache import Cache
 from skippy.errors import ContextFull, LanesBusy, NativeError, Overloaded, SkippyError
+from skippy.history import common_length
+from skippy.lease import Lease
 from skippy.model import ABORTED, ModelContext, Stop
 from skippy.request import Chunk, Request, Tokens
 from skippy.steps import Steps
@@ -242,15 +242,19 @@ class Engine:
                 self._undo(request)
 
     def _undo(self, request: Request, code: int = 2) -> None:
-        """What a failed batch left in the lane goes; a request whose lane is lost with it is at its end."""
+        """What a failed batch left in the lane goes."""
+        self._take_out(request, lambda lease: self.cache.undo(lease, code))
+
+    def _take_out(self, request: Request, act: Callable[[Lease], object]) -> None:
+        """Take something out of the lane; a request whose lane is lost with it is at its end."""
         lease = request.lease
         assert lease is not None
         try:
-            self.cache.undo(lease, code)
+            act(lease)
         except NativeError as error:
             request.error = error
             self._retire(request)
-        if lease.length == 0:
+        if lease.length == 0 and request in self.running:
             lease.promised = len(request.tokens)
 
     def _is_ready(self, request: Request) -> bool:
@@ -316,7 +320,7 @@ class Engine:
         lease = request.lease
         assert lease is not None
         if request.keep:
-            request.pauses = self.cache.stops(lease, request.tokens, request.message_starts)
+            lease.pauses = self.cache.stops(lease, request.tokens, request.message_starts)
         if request.evaluated:
             if not request.wants_token:
                 request.finish("length")
@@ -334,7 +338,7 @@ class Engine:
         for other in self.running:
             if not other.keep or other.namespace != request.namespace:
                 continue
-            common = _common(request.tokens, other.tokens)
+            common = common_length(request.tokens[:-1], other.tokens)  # one token is always evaluated
             if held < 0:
                 held = cache.lookup(request.namespace, request.tokens)
             if common - held < max(1, cache.config.min_tokens):
@@ -369,7 +373,7 @@ class Engine:
         items = []
         for request in ready:
             if request.evaluated:  # its logits were lost, because a step was interrupted: once more from zero
-                self._empty(request)
+                self._take_out(request, self.cache.restorer.clean)
         ready = [request for request in ready if not request.done]
         decoding = [request for request in ready if not request.in_prompt]
         room = self.context.sequences.n_batch - len(decoding)
@@ -382,23 +386,10 @@ class Engine:
                 budget -= len(items[-1].tokens)
         return self._with_room(items)
 
-    def _empty(self, request: Request) -> None:
-        """Begin once more from zero; that is its end where its lane cannot be emptied."""
-        lease = request.lease
-        assert lease is not None
-        try:
-            self.cache.restorer.clean(lease)
-        except NativeError as error:
-            request.error = error
-            self._retire(request)
-        else:
-            lease.promised = len(request.tokens)
-
     @staticmethod
     def _item(request: Request, most: int) -> _Item:
         tokens = request.next_tokens(most)
-        ends = request.length + len(tokens) == len(request.tokens) + len(request.generated)
-        return _Item(request, tokens, "last" if ends else "none")
+        return _Item(request, tokens, "last" if request.length + len(tokens) == request.total else "none")
 
     def _with_room(self, items: list[_Item]) -> list[_Item]:
         """Those for whose tokens there are cells; an answer for which there are none is at its end."""
@@ -529,7 +520,7 @@ class Engine:
         lease = request.lease
         assert lease is not None
         if request.keep and not request.generated:
-            self.cache.note_logits(lease, lambda: self.context.logits(item.index), self.context.model.n_vocab)
+            self.cache.note_logits(lease, lambda: self.context.logits(item.index))
         if request.wants_token:
             self._accept(request, item.index)
         else:
@@ -546,15 +537,8 @@ class Engine:
         lease = request.lease
         if not request.keep or lease is None or lease.length == 0:
             return
-        n = lease.length
-        if n <= len(request.tokens):
-            if self.cache.is_of_use(n in request.pauses or n == len(request.tokens)):
-                self.cache.checkpoint(lease, request.path(n))
-            request.kept_at = n
-        elif self.cache.wants_checkpoint(lease, request.kept_at):
-            self.cache.checkpoint(lease, request.path(n))
-            request.kept_at = n
-        if request.publish_at is not None and n >= request.publish_at:
+        self.cache.keep_state(lease, len(request.tokens), request.path)
+        if request.publish_at is not None and lease.length >= request.publish_at:
             self._publish(request)
 
     def _retire(self, request: Request) -> None:
@@ -572,10 +556,3 @@ class Engine:
             self._record(request)
         finally:
             self.cache.end(lease)
-
-
-def _common(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens two prompts share, at most all but one of the first."""
-    n = min(len(a) - 1, len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if differ.size else n

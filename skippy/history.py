@@ -8,12 +8,23 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-__all__ = ["PartingHistory", "Tokens", "Tombstones", "goes_on_alike"]
+__all__ = ["PartingHistory", "Tokens", "Tombstones", "common_length", "goes_on_alike"]
 
 Tokens = npt.NDArray[np.int32]
 
 _LEAST_RUN = 4  # tokens; fewer in common are chance
 _REMEMBERED = 8  # different prompts per index
+
+
+def common_length(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens two paths share.  O(n).
+
+    >>> common_length(np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 9], np.int32))
+    2
+    """
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n
 
 
 def goes_on_alike(stored: Tokens, prompt: Tokens, run: int = 16) -> bool:

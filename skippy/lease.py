@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from skippy._radix import Lock, RadixTree
 from skippy.history import Tokens
-from skippy.report import TIERS
+from skippy.report import TIERS, ReuseReport
 
 Logits = npt.NDArray[np.float32]
 
@@ -22,6 +22,7 @@ class Lease:
     """A lane in use: `length` tokens of `namespace` are in sequence `lane`, `held` of them shared with residents.
 
     `promised` cells of the pool are still to be used by its prompt, and are nobody else's.
+    `pauses` are lengths of its prompt at which its state is to be kept, at `kept_at` that was done last.
     `files` are what was restored from disk for it.
     `logits` (float32 [n_vocab]) are those after token `prompt_end`, the end of its prompt, where they are known.
     """
@@ -39,7 +40,18 @@ class Lease:
     logits: Logits | None = None
     prompt_end: int = 0
     promised: int = 0
+    pauses: list[int] = field(default_factory=list)
+    kept_at: int = 0
     files: list[Any] = field(default_factory=list)
+
+    def tell(self, report: ReuseReport) -> None:
+        """Put into the report of its prompt what was restored, and from where."""
+        report.cached_tokens = self.restored
+        report.evaluated_tokens = report.prompt_tokens - self.restored
+        report.by_tier = dict(self.by_tier)
+        report.restore_ms = self.restore_ms
+        report.reason = self.reason
+        report.diverged_at = self.diverged_at
 
 
 def release(tree: RadixTree, lease: Lease) -> None:

@@ -16,6 +16,7 @@ from skippy.cache import Cache, Lease
 from skippy.config import CacheConfig
 from skippy.errors import StateError
 from skippy.exits import close_at_exit
+from skippy.history import common_length
 from skippy.layout import MAGIC
 from skippy.llama_calls import Options
 from skippy.llama_context import LANE, attach, prepare
@@ -52,8 +53,7 @@ class LlamaWithLane(llama_cpp.Llama):
         self._foreign = False
         self._keep = True
         self._produced = 0
-        self._pauses: list[int] = []  # lengths of the prompt at which state is kept
-        self._kept_at = 0  # length of the lane when that was last done
+        self._prompt_end = 0  # tokens of the prompt, while state is kept in it and behind it; else 0
         self._steps = Steps()
         self._bytes_per_token = 0
         super().__init__(model_path, **kwargs)
@@ -163,33 +163,25 @@ class LlamaWithLane(llama_cpp.Llama):
         self.n_tokens = lease.length
         self.input_ids[: lease.length] = array[: lease.length]
         self._requires_eval = True
-        report = ReuseReport(
-            prompt_tokens=len(tokens),
-            cached_tokens=lease.restored,
-            evaluated_tokens=len(tokens) - lease.restored,
-            by_tier=dict(lease.by_tier),
-            restore_ms=lease.restore_ms,
-            reason=lease.reason,
-            diverged_at=lease.diverged_at,
-        )
+        report = ReuseReport(prompt_tokens=len(tokens))
+        lease.tell(report)
         self.last_reuse = report
         self._plan_pauses(cache, lease, array, options)
         return report
 
     def _plan_pauses(self, cache: Cache, lease: Lease | None, array: npt.NDArray[np.int32], options: Options) -> None:
-        """Where the evaluation of the prompt `array` pauses so that its state can be kept, its end among them."""
-        self._pauses, self._kept_at = [], 0
+        """Where the evaluation of the prompt `array` pauses so that its state can be kept."""
+        self._prompt_end = 0
         if lease is None or not self._keep or self._foreign or not cache.keeps_points:
             return
-        vocab = self._model.vocab
-        pieces = [piece_of(vocab, int(token), special=True) for token in array] if options.messages else []
-        starts = message_starts(options.messages, pieces)
-        self._pauses = [*cache.stops(lease, array, starts), len(array)]
+        tokens = array.tolist() if options.messages else []
+        bytes_of = {token: piece_of(self._model.vocab, token, special=True) for token in set(tokens)}
+        starts = message_starts(options.messages, [bytes_of[token] for token in tokens])
+        lease.pauses, lease.kept_at = cache.stops(lease, array, starts), 0
+        self._prompt_end = len(array)
 
     def _live_prefix(self, array: npt.NDArray[np.int32]) -> int:
-        n = min(self.n_tokens, len(array))
-        differ = np.flatnonzero(self.input_ids[:n] != array[:n])
-        return int(differ[0]) if differ.size else n
+        return common_length(self.input_ids[: self.n_tokens], array)
 
     def _go_on(self, lease: Lease | None, array: npt.NDArray[np.int32], live: int) -> ReuseReport:
         """Sequence 0 holds as much as the cache could restore: the parent goes on from it as it always does."""
@@ -243,38 +235,27 @@ class LlamaWithLane(llama_cpp.Llama):
             cache.rewind(lease, self.input_ids[: self.n_tokens].astype(np.int32))
         cache.reserve(len(tokens))
         try:
-            for piece in self._pieces(cache, tokens):
+            for piece in self._pieces(cache, lease, tokens):
                 super().eval(piece)
                 lease.length = self.n_tokens
-                self._keep_state(cache, lease)
+                if self._prompt_end and not self._foreign:
+                    cache.keep_state(lease, self._prompt_end, lambda n: self.input_ids[:n].astype(np.int32))
         except BaseException:
             lease.length = self.n_tokens
             cache.undo(lease)
             self.n_tokens = lease.length
             raise
 
-    def _pieces(self, cache: Cache, tokens: Sequence[int]) -> list[Sequence[int]]:
+    def _pieces(self, cache: Cache, lease: Lease, tokens: Sequence[int]) -> list[Sequence[int]]:
         """`tokens` in pieces that end where state is to be kept."""
-        if not self._pauses:
+        if not self._prompt_end:
             return [tokens]
         begin, end = self.n_tokens, self.n_tokens + len(tokens)
-        ends = {pause for pause in self._pauses if begin < pause < end} | {end}
+        ends = {pause for pause in (*lease.pauses, self._prompt_end) if begin < pause < end} | {end}
         if cache.capability.window:
             ends |= set(range(begin + self.n_batch, end, self.n_batch))
         at = [begin, *sorted(ends)]
         return [tokens[start - begin : stop - begin] for start, stop in itertools.pairwise(at)]
-
-    def _keep_state(self, cache: Cache, lease: Lease) -> None:
-        """Keep what the lane holds, where it cannot be had later."""
-        if not self._pauses or self._foreign:
-            return
-        if lease.length <= self._pauses[-1]:
-            wanted = cache.is_of_use(lease.length in self._pauses)
-        else:
-            wanted = cache.wants_checkpoint(lease, self._kept_at)
-        if wanted:
-            cache.checkpoint(lease, self.input_ids[: lease.length].astype(np.int32))
-            self._kept_at = lease.length
 
     def _memory_is_cleared(self) -> None:
         """Everything in llama.cpp's memory is about to go: what is cached there moves into RAM first."""

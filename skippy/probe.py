@@ -21,7 +21,7 @@ from skippy.layout import (
 )
 from skippy.pool import NativeContext
 
-__all__ = ["Capability", "attention_only", "probe"]
+__all__ = ["Capability", "probe"]
 
 PLAIN, WINDOW = Layout(1), Layout(2)
 HYBRID, HYBRID_WINDOW, RECURRENT = Layout(1, opaque=True), Layout(2, opaque=True), Layout(0, opaque=True)
@@ -69,14 +69,6 @@ def probe(
     finally:
         context.seq_rm(first)
         context.seq_rm(second)
-
-
-def attention_only(full: bytes | bytearray | memoryview, point_bytes: int, empty_point: bytes) -> bytes:
-    """The first part of a full state, with the point state of an empty sequence in place of its own.
-
-    `point_bytes` is the size of the partial state, `empty_point` that of an empty sequence, saved whole.
-    """
-    return bytes(full[: len(full) - (point_bytes - _ID_BYTES)]) + empty_point[_ID_BYTES:]
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -194,7 +186,7 @@ class _Trial:
         _expect(context.seq_rm(first, half) is False, "its state can be cut in the middle, which its family's cannot")
         load_seconds = 0.0
         if attention:
-            segment = attention_only(whole, point_bytes, empty)
+            segment = bytes(whole[:split]) + empty[_ID_BYTES:]  # with the point state of an empty sequence
             load_seconds = _seconds(lambda: context.load(second, cut(segment, 0, half, layout=HYBRID)))
         load_seconds += _seconds(lambda: context.load(second, point_at_half, flags))
         _expect(context.seq_rm(second, half), "a checkpoint cannot be put on top of attention that ends with it")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from skippy._radix import Match, Node
 from skippy.errors import Locked, NativeError
-from skippy.history import Tokens
+from skippy.history import Tokens, common_length
 from skippy.lease import Lease, release
 from skippy.space import Space
 
@@ -131,8 +129,7 @@ class Recorder:
             held = self.tree.tokens(other.lock.node)[: min(other.held, len(tokens))]
             if len(held) <= beyond or other.lock.length != other.held:
                 continue
-            differ = np.flatnonzero(held != tokens[: len(held)])
-            common = int(differ[0]) if differ.size else len(held)
+            common = common_length(held, tokens)
             if common > beyond:
                 best, beyond = (other.lane, common), common
         return best

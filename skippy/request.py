@@ -98,8 +98,6 @@ class Request:
         self.whole = False  # for all of it
         self.asker: object = None  # who waits for it: a thread or task; itself where it goes from thread to thread
         self.task: object = None  # the task of asyncio that asks, through some thread
-        self.pauses: list[int] = []
-        self.kept_at = 0  # length of the lane when its state was last kept
         self.publish_at: int | None = None  # where somebody waits for what this one is evaluating
         self.prefill_seconds = 0.0
         self._engine = engine
@@ -195,36 +193,38 @@ class Request:
         """Whether tokens of the prompt are still to be evaluated."""
         return self.length < len(self.tokens)
 
-    def path(self, length: int | None = None) -> Tokens:
-        """Prompt and answer, or the first `length` tokens of them: int32 [n]."""
-        whole = np.concatenate([self.tokens, np.array(self.generated, np.int32)]) if self.generated else self.tokens
-        return whole if length is None else whole[:length]
+    @property
+    def total(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.tokens) + len(self.generated)
+
+    def path(self, end: int, begin: int = 0) -> Tokens:
+        """The tokens [begin, end) of prompt and answer: int32 [end - begin].  Within the prompt a view of it."""
+        n = len(self.tokens)
+        if end <= n:
+            return self.tokens[begin:end]
+        answer = np.array(self.generated[max(0, begin - n) : end - n], np.int32)
+        return answer if begin >= n else np.concatenate([self.tokens[begin:], answer])
 
     def next_tokens(self, most: int) -> Tokens:
         """What is to be evaluated next, at most `most` tokens, to the next pause at the farthest."""
         begin = self.length
-        end = len(self.tokens) + len(self.generated)
-        end = min(end, begin + most)
-        end = next((pause for pause in self.pauses if begin < pause < end), end)
+        end = min(self.total, begin + most)
+        pauses = () if self.lease is None else self.lease.pauses
+        end = next((pause for pause in pauses if begin < pause < end), end)
         if self.publish_at is not None and begin < self.publish_at < end:
             end = self.publish_at
-        return self.path()[begin:end]
+        return self.path(end, begin)
 
     @property
     def evaluated(self) -> bool:
         """Whether the lane holds all of it, so that the next token can be chosen."""
-        return self.length == len(self.tokens) + len(self.generated)
+        return self.length == self.total
 
     def begun(self, lease: Lease) -> None:
         """It has a lane, with what was restored."""
         self.lease = lease
-        report = self.report
-        report.cached_tokens = lease.restored
-        report.evaluated_tokens = len(self.tokens) - lease.restored
-        report.by_tier = dict(lease.by_tier)
-        report.restore_ms = lease.restore_ms
-        report.reason = lease.reason
-        report.diverged_at = lease.diverged_at
+        lease.tell(self.report)
 
     @property
     def wants_token(self) -> bool:

@@ -148,16 +148,12 @@ class Session:
             return
         self._closed = True
         self.save()
-        cache = self._runtime.cache
-        if self.name is None or cache.spill is None or not cache.spill.disk.takes:
+        disk = self._runtime.cache.disk
+        if self.name is None or disk is None or not disk.takes:  # also where the Runtime is closed
             return
         key, tokens = self._runtime.namespace_hash(self._namespace), np.array(self.tokens, np.int32)
         with self._runtime._step():
-            match = cache.tree.match(key, tokens)
-            if match.resident is not None and match.segment_length < match.resident_length:
-                path = cache.tree.insert(key, tokens[: match.resident_length])
-                cache.space.shelf.save_path(path, cache.space.sequence_of(match.resident))
-            cache.spill.path(key, tokens)
+            self._runtime.cache.write_out(key, tokens, from_pool=True)
 
     # -- keeping it by name -------------------------------------------------------------------------------
 
@@ -277,11 +273,12 @@ def read_session(text: str, tokens: bytes, *, n_vocab: int) -> tuple[list[dict[s
     return messages, ids.tolist(), ends
 
 
-def read_label(text: str) -> dict[str, str]:
-    """Model and tenant of a kept session; empty where it is damaged."""
+def read_label(text: str, *, of_session: bool = True) -> dict[str, str]:
+    """Model and tenant of a kept session, or from the label that an entry carries; empty where it is damaged."""
     try:
-        kept = json.loads(text)
+        label = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    label = kept.get("label") if isinstance(kept, dict) else None
+    if of_session:
+        label = label.get("label") if isinstance(label, dict) else None
     return {str(key): str(value) for key, value in label.items()} if isinstance(label, dict) else {}

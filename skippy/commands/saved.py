@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -98,14 +97,6 @@ class Space:
             self.tenant = label.get("tenant")
 
 
-def _label(text: str) -> dict[str, str]:
-    try:
-        label = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return {str(key): str(value) for key, value in label.items()} if isinstance(label, dict) else {}
-
-
 def spaces_of(tier: DiskTier, rows: list[Row], sessions: list[dict[str, Any]]) -> dict[str, Space]:
     """The namespaces of these entries and sessions by their hashes, the largest first.  O(rows + text of sessions)."""
     found: dict[str, Space] = {}
@@ -115,7 +106,7 @@ def spaces_of(tier: DiskTier, rows: list[Row], sessions: list[dict[str, Any]]) -
         space = found.setdefault(entry.namespace, Space(entry.namespace))
         if space.tenant is None:
             if entry.label not in labels:
-                labels[entry.label] = _label(entry.label)
+                labels[entry.label] = read_label(entry.label, of_session=False)
             space.name_it(labels[entry.label])
         if entry.kind == "segment":
             space.segments += 1

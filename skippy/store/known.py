@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from skippy.history import common_length
 from skippy.store.format import ROOT, Entry, Tokens
 from skippy.store.index import Row
 
@@ -163,7 +164,7 @@ class Known:
             path = state.hexdigest() if place else ROOT
             following = (namespace, path, int(tokens[place]) if place < len(tokens) else -1)
             for row in self._segments.get(following, ()) if place <= reach else ():
-                common = _common(row.entry.tokens, tokens[place : row.entry.end])
+                common = common_length(row.entry.tokens, tokens[place : row.entry.end])
                 if common and (row.id or queued):
                     spans.append(DiskSpan(place, row.entry.end, place + common, DiskState(row)))
                     reach = max(reach, place + common)
@@ -175,12 +176,6 @@ class Known:
 
 def _place(entry: Entry) -> tuple[str, str, int]:
     return entry.namespace, entry.before, int(entry.tokens[0]) if len(entry.tokens) else -1
-
-
-def _common(a: Tokens, b: Tokens) -> int:
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if differ.size else n
 
 
 def onward(rows: Iterable[Row]) -> tuple[dict[Row, list[tuple[int, Row]]], set[Row]]:
