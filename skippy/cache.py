@@ -91,6 +91,8 @@ class Cache:
             bytes_per_cell=self.capability.bytes_per_token,
             min_tokens=config.min_tokens,
             by_worth=config.eviction == "worth",
+            remembered=2 * (max_resident_tokens or pool.n_cells)
+            + 2 * self.store.arena.capacity // max(64, self.capability.bytes_per_token),
         )
         self.shelf = self.space.shelf
         self.recorder = Recorder(self.space, self._leases, max_resident_tokens=max_resident_tokens)

@@ -501,6 +501,7 @@ class Engine:
         for item in items:
             lease = item.request.lease
             assert lease is not None
+            self.cache.pool.expect(lease.lane, lease.length + len(item.tokens))
             parts.append((lease.lane, lease.length, item.tokens, item.outputs))
         return sequences.decode(*parts[0]) if len(parts) == 1 else sequences.decode_many(parts)
 

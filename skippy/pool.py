@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from skippy.capability import Capability
@@ -57,10 +57,12 @@ class Pool:
         self.shape = Capability(None) if shape is None else shape
         self.n_cells = context.n_ctx
         self.set_aside: dict[int, int] = {}  # sequence id -> cells that could not be freed
+        self._at_most: dict[int, int] = {}  # sequence id -> cells it may hold that its positions do not show
         self._lanes = list(range(lanes))
         self._capture: int | None = lanes
         self._residents = list(range(lanes + 1, needed))
         self._lane_ids = frozenset(self._lanes)
+        self._busy_lanes: set[int] = set()
 
     @property
     def lost_cells(self) -> int:
@@ -76,7 +78,11 @@ class Pool:
         """The lowest free lane, or None."""
         if not self._lanes:
             self.recover()
-        return heapq.heappop(self._lanes) if self._lanes else None
+        if not self._lanes:
+            return None
+        lane = heapq.heappop(self._lanes)
+        self._busy_lanes.add(lane)
+        return lane
 
     def take_resident(self) -> int | None:
         """The lowest free id for a cached path, or None."""
@@ -84,36 +90,45 @@ class Pool:
 
     def give_back(self, seq: int) -> None:
         """Empty `seq` and make its id free again; NativeError, with the id set aside, if it cannot be emptied."""
+        self._busy_lanes.discard(seq)
         self.empty(seq)
-        self.set_aside.pop(seq, None)  # it could not be emptied before, and could now
-        heapq.heappush(self._lanes if seq in self._lane_ids else self._residents, seq)
+        if self._capture is None and seq not in self._lane_ids:  # all others are taken
+            self._capture = seq
+        else:
+            heapq.heappush(self._lanes if seq in self._lane_ids else self._residents, seq)
+
+    def expect(self, seq: int, cells: int) -> None:
+        """`seq` is about to be given cells: up to `cells` in all, should what is being done break off halfway."""
+        if not self.shape.residents:
+            self._at_most[seq] = max(cells, self._at_most.get(seq, 0))
 
     def recover(self) -> None:
-        """Try once more to empty the ids that were set aside: what failed once need not fail for ever."""
-        for seq in list(self.set_aside):
-            try:
-                emptied = self.context.seq_rm(seq) and self.context.seq_pos_max(seq) == -1
-            except (SkippyError, RuntimeError):
-                continue
-            if emptied:
-                log.info("sequence %d could be emptied after all", seq)
+        """Try once more to empty the ids that were set aside: what failed once need not fail for ever.
+
+        Lanes that a request still has are its own to give back.
+        """
+        for seq in list(self.set_aside.keys() - self._busy_lanes):
+            with suppress(NativeError):
                 self.give_back(seq)
+                log.info("sequence %d could be emptied after all", seq)
 
     def length(self, seq: int) -> int:
         """Tokens in `seq`, counted from position 0: its highest position and one."""
         return self.context.seq_pos_max(seq) + 1
 
     def empty(self, seq: int) -> None:
-        """Drop all cells of `seq`.  NativeError, with the id set aside, if some remain."""
+        """Drop all cells of `seq`, which is not set aside any more.  NativeError, and it is, if some remain."""
         cells = 0
         try:
             if self.shape.residents:
                 if self.context.seq_pos_max(seq) == -1:
+                    self._emptied(seq)
                     return
                 cells = self.context.seq_pos_max(seq) - self.context.seq_pos_min(seq) + 1
             else:  # a sequence can have cells that its positions do not show, while it is being restored
-                cells = self.context.seq_pos_max(seq) + 1
+                cells = max(self.context.seq_pos_max(seq) + 1, self._at_most.get(seq, 0))
             if self.context.seq_rm(seq) and self.context.seq_pos_max(seq) == -1:
+                self._emptied(seq)
                 return
             reason = "its cells remain"
         except (SkippyError, RuntimeError) as error:
@@ -121,9 +136,14 @@ class Pool:
         self._put_aside(seq, cells)
         raise NativeError(f"sequence {seq} could not be emptied ({reason}); it is set aside with {cells} cells")
 
+    def _emptied(self, seq: int) -> None:
+        self._at_most.pop(seq, None)
+        self.set_aside.pop(seq, None)  # it could not be emptied before, and could now
+
     def _put_aside(self, seq: int, cells: int) -> None:
-        self.set_aside[seq] = cells
-        log.warning("sequence %d could not be emptied: set aside, %d cells lost", seq, cells)
+        if seq not in self.set_aside:
+            log.warning("sequence %d could not be emptied: set aside, %d cells lost", seq, cells)
+        self.set_aside[seq] = max(cells, self.set_aside.get(seq, 0))
         if seq == self._capture:
             self._capture = self.take_resident()
 
@@ -163,23 +183,25 @@ class Pool:
     @contextmanager
     def capture(self, src: int, start: int, end: int) -> Iterator[int]:
         """A sequence that shares the cells [start, end) of `src` alone, for as long as the block runs."""
-        with self.scratch() as temp:
+        with self.scratch(end - start) as temp:
             self.context.seq_cp(src, temp, start, end)
             if self.shape.residents and (self.context.seq_pos_min(temp) != start or self.length(temp) != end):
                 raise NativeError(f"the capture of [{start}, {end}) of sequence {src} holds other positions")
             yield temp
 
     @contextmanager
-    def scratch(self) -> Iterator[int]:
-        """The empty sequence for captures; it is emptied again when the block ends, however it ends."""
+    def scratch(self, cells: int = 0) -> Iterator[int]:
+        """The empty sequence for captures, for up to `cells`; it is emptied when the block ends, however it ends."""
         if self._capture is None:
             if not self._residents:
                 self.recover()
-            self._capture = self.take_resident()
+            if self._capture is None:  # else it was recovered
+                self._capture = self.take_resident()
         temp = self._capture
         if temp is None:
             raise NativeError("no sequence id is left for captures")
         self.empty(temp)
+        self.expect(temp, cells)
         try:
             yield temp
         finally:

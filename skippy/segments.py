@@ -14,7 +14,7 @@ import xxhash
 from skippy.arena import Arena, Block
 from skippy.capability import Capability
 from skippy.errors import NativeError, StateError
-from skippy.layout import Bytes, Layout, attention_bytes, check_positions, cut
+from skippy.layout import Bytes, Layout, attention_bytes, check_positions, cut, read_sections
 from skippy.pool import Pool
 from skippy.worth import Profile, clip
 
@@ -255,18 +255,36 @@ class RamStore:
         if (start, end) != (source.start, source.end) or (window is not None and source.window_from < window):
             # Cut here, not in the pool: there it would take cells for tokens that nobody asked for.
             state = cut(state, start, end, self._room, layout=self._layout, window=window)
+        pool.expect(dst, end)
         if start == 0:
             self._load(pool, dst, state)
         else:
-            with pool.scratch() as temp:
+            with pool.scratch(end - start) as temp:
                 self._load(pool, temp, state)
                 if self.shape.residents:
                     pool.append(temp, dst, start, end)
                 else:
-                    pool.context.seq_cp(temp, dst, start, end)
+                    each = read_sections(state, self._layout)[0].bytes_per_token
+                    self._append(pool, temp, dst, start, end, each)
         if self.shape.residents and (pool.context.seq_pos_min(dst) != 0 or pool.length(dst) != end):
             raise StateError(f"sequence {dst} has {pool.length(dst)} tokens after a restore, expected {end}")
         self._count_restore(len(state), began)
+
+    def _append(self, pool: Pool, src: int, dst: int, start: int, end: int, each: int) -> None:
+        """As `Pool.append`, where positions do not show attention: `dst` must grow by `each` bytes for each token."""
+        expected = self._attention_size(pool, dst) + each * (end - start)
+        pool.context.seq_cp(src, dst, start, end)
+        found = self._attention_size(pool, dst)
+        if found != expected:
+            raise NativeError(
+                f"the attention of sequence {dst} takes {found} bytes after copying [{start}, {end}) of {src}, "
+                f"expected {expected}"
+            )
+
+    @staticmethod
+    def _attention_size(pool: Pool, seq: int) -> int:
+        """Bytes of the attention that is no point state, in a state of `seq`.  O(cells), nothing is copied."""
+        return pool.context.state_size(seq) - pool.context.state_size(seq, PARTIAL)
 
     def cut_out(self, segment: Segment, start: int, end: int) -> Any:
         """The bytes of the tokens [start, end) of a segment, in memory of their own where they are cut.  O(bytes).

@@ -29,7 +29,8 @@ class Space:
     """Owns what the tree points at: residents in `pool`, and on the `shelf` what is saved in `store`.
 
     `lane_cells()` tells how many cells running requests hold that the tree does not know of, `held_cells()` how
-    many each of them shares with residents, `promised_cells()` how many more their prompts will take.
+    many each of them shares with residents, `promised_cells()` how many more their prompts will take.  Of paths that
+    have left, `remembered` tokens are.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class Space:
         bytes_per_cell: int = 0,
         min_tokens: int = 0,
         by_worth: bool = True,
+        remembered: int = 1 << 19,
     ) -> None:
         self.tree = tree
         self.pool = pool
         self.store = store
         self.speeds = Speeds() if speeds is None else speeds
-        self.usage = Usage(tree)
+        self.usage = Usage(tree, remembered)
         self.leaving = Leaving(
             tree,
             self.usage,

@@ -14,11 +14,13 @@ __all__ = ["Usage"]
 class Ghosts:
     """Paths whose state was evicted, and how they were used: the least recent go beyond `capacity` tokens.
 
-    A tree, because the next prompt shares the head of such a path, and seldom all of it.  It holds tokens alone.
+    A tree, because the next prompt shares the head of such a path, and seldom all of it.  It holds tokens alone, no
+    more than half a million: ghosts as in 2Q are worth having while they are about as many as what is held, and a
+    profile takes a kilobyte.
     """
 
-    def __init__(self, capacity: int = 1 << 19) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int) -> None:
+        self.capacity = min(capacity, 1 << 19)
         self.tree = RadixTree()
 
     def add(self, namespace: str, tokens: Tokens, profile: Profile) -> None:
@@ -46,12 +48,13 @@ class Ghosts:
 class Usage:
     """Profiles of residents by sequence id, of saved state on the payload itself: they go when those go.
 
-    `now` counts requests.  `ghosts` are what was evicted, so that the request that asks for it again is its second use.
+    `now` counts requests.  `ghosts` are what was evicted, so that the request that asks for it again is its second use;
+    `remembered` tokens of them are kept.
     """
 
-    def __init__(self, tree: RadixTree) -> None:
+    def __init__(self, tree: RadixTree, remembered: int) -> None:
         self.tree = tree
-        self.ghosts = Ghosts()
+        self.ghosts = Ghosts(remembered)
         self.now = 0
         self._residents: dict[int, Profile] = {}
 

@@ -229,8 +229,8 @@ class Rig:
             assert counted == found if exact else counted >= found, f"counted {counted}, in use {found}"
 
     def check_log(self) -> None:
-        """Of a half restored hybrid that cannot be emptied nobody knows the cells: only then a slot may be missing."""
-        assert self.faults.seen or [line for line in self.logged if NO_SLOT in line] == []
+        """Never is there no room for what was let in, whatever failed."""
+        assert [line for line in self.logged if NO_SLOT in line] == []
 
     def agrees(self, prompt: list[int], answer: list[int]) -> None:
         """The answer is the cold one, or leaves it at a near tie.
@@ -423,7 +423,7 @@ def test_one_thread_with_many_streams(tiny: Callable[[str], Path], name: str, se
             rig.faults.rate = 0.0
             rig.check(exact=not rig.streams and not rig.faults.seen)
         assert rig.done["length"] > 5
-        assert rig.rt.cache.tokens["cached"] > 50 or residency == "auto"
+        assert rig.rt.cache.tokens["cached"] > 50 or residency == "auto" or faults
         assert bool(rig.faults.seen) == bool(faults)
         if not faults:
             assert set(rig.rt.stats()["failures"]) == set()

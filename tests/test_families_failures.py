@@ -127,6 +127,16 @@ def test_one_load_fails_and_what_failed_is_dropped(rig: Rig) -> None:
     assert rig.ask(PROMPT + MORE) == 1
 
 
+@pytest.mark.parametrize("rig", ["gemma3", "falconh1", "lfm2swa"], indirect=True)
+def test_a_copy_that_copies_nothing_is_noticed(rig: Rig) -> None:
+    """The positions of a window or of a checkpoint do not show that attention is missing in the middle."""
+    assert rig.ask(PROMPT) == 200
+    assert rig.ask(PROMPT + MORE) <= 41
+    with failing(rig.rt.cache.pool, seq_cp=after(0, lambda *_, **__: None, times=100)):
+        assert rig.ask(PROMPT + MORE + MORE) > 41
+    assert rig.failures["restore"] >= 1
+
+
 @pytest.mark.parametrize("rig", ["mamba2", "falconh1", "lfm2swa"], indirect=True)
 def test_a_checkpoint_that_does_not_end_where_it_should(rig: Rig) -> None:
     """seq_rm(dst, length) must answer True after a partial load; False is obeyed."""
