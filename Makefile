@@ -8,7 +8,7 @@ STAMPS := $(VENV)/stamps
 FLAGS := vendor/build-flags $(wildcard vendor/build-flags.$(shell uname -m))
 SOURCES := setup.py pyproject.toml $(wildcard skippy/*.pyx skippy/*.pxd skippy/*.pxi)
 
-.PHONY: demo demo-families soak test lint bench clean clean-wheel
+.PHONY: demo demo-families soak test lint bench bench-more clean clean-wheel
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/installed
@@ -29,13 +29,25 @@ lint: $(STAMPS)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Under twenty minutes on two cores; nothing else may run meanwhile.
 bench: $(STAMPS)/installed
-	$(BIN)/python benchmarks/index.py
-	$(BIN)/python benchmarks/state.py
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/checkpoints.py
-	$(BIN)/python benchmarks/families.py
-	$(BIN)/python benchmarks/lanes.py
+	mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/index.py --json benchmarks/results/index.json
+	$(BIN)/python benchmarks/state.py --json benchmarks/results/state.json
+	$(BIN)/python benchmarks/policy.py --json benchmarks/results/policy.json
+	$(BIN)/python benchmarks/overhead.py --pairs 16 --json benchmarks/results/overhead.json
+	command -v valgrind >/dev/null && $(BIN)/python benchmarks/instructions.py --json benchmarks/results/instructions.json || true
+	$(BIN)/skippy bench smollm2 --out benchmarks/out $(BENCH)
+	$(BIN)/python benchmarks/page.py --take benchmarks/out/bench.json
+
+# What else is measured; with `make bench` more than twenty minutes.
+bench-more: $(STAMPS)/installed
+	mkdir -p benchmarks/results
+	$(BIN)/python benchmarks/lanes.py --json benchmarks/results/lanes.json
+	$(BIN)/python benchmarks/disk.py --json benchmarks/results/disk.json
+	$(BIN)/python benchmarks/checkpoints.py --json benchmarks/results/checkpoints.json
+	$(BIN)/python benchmarks/families.py --json benchmarks/results/families.json
+	$(BIN)/python benchmarks/page.py
 
 # An hour's traffic in miniature, bounded in requests and time.
 soak: $(STAMPS)/installed

@@ -29,6 +29,7 @@ import skippy
 from skippy.commands.options import packaged_model
 
 PROMPT, ANSWER = 128, 32
+POOLS = ((4096, "0"), (2048, "0"), (1536, "0"), (1536, "256MiB"))
 
 
 def words(n: int, rng: np.random.Generator, rt: skippy.Runtime) -> list[int]:
@@ -115,33 +116,45 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", type=int, choices=(1, 2, 3), help="one part alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     path = options.model or packaged_model()
     console = Console(width=120)
-    load_result = lanes_against_one(path, options.threads, options.rounds)
-    table = Table(
-        title=f"eight requests of {PROMPT} new tokens and {ANSWER} answered, medians of {options.rounds} rounds"
-    )
+    parts = (options.only,) if options.only else (1, 2, 3)
+    results: dict[str, Any] = {}
+    if 1 in parts:
+        results["lanes"] = show_load(lanes_against_one(path, options.threads, options.rounds), options.rounds, console)
+    if 2 in parts:
+        results["agents"] = show_agents([agents(path, options.threads, *pool) for pool in POOLS], console)
+    if 3 in parts:
+        cost = results["cost"] = cost_of_the_cache(path, options.threads, 3 * options.rounds)
+        console.print(
+            f"nothing to reuse, four lanes, with the cache against without: {cost['median']:+.2f} % of the time "
+            f"(quartiles {cost['quartile_1']:+.2f} and {cost['quartile_3']:+.2f}, {cost['pairs']} pairs)"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+def show_load(found: dict[str, Any], rounds: int, console: Console) -> dict[str, Any]:
+    table = Table(title=f"eight requests of {PROMPT} new tokens and {ANSWER} answered, medians of {rounds} rounds")
     for column in ("", "tokens/s", "TTFT p50, ms", "p99, ms"):
         table.add_column(column, justify="right")
-    for name, result in load_result.items():
+    for name, result in found.items():
         table.add_row(name, f"{result['tokens_per_second']:.1f}", f"{result['p50']:.0f}", f"{result['p99']:.0f}")
     console.print(table)
-    pools = [agents(path, options.threads, *pool) for pool in ((4096, "0"), (2048, "0"), (1536, "0"), (1536, "256MiB"))]
+    return found
+
+
+def show_agents(pools: list[dict[str, Any]], console: Console) -> list[dict[str, Any]]:
     table = Table(title="four agents in turns over a system prompt of 1,000 tokens, eight steps each")
     for column in ("cells", "RAM", "prompt tokens", "reused, %"):
         table.add_column(column, justify="right")
     for pool in pools:
         table.add_row(str(pool["n_ctx"]), pool["ram"], str(pool["prompt_tokens"]), f"{pool['reused_percent']:.1f}")
     console.print(table)
-    cost = cost_of_the_cache(path, options.threads, 2 * options.rounds)
-    console.print(
-        f"nothing to reuse, four lanes, with the cache against without: {cost['median']:+.2f} % of the time "
-        f"(quartiles {cost['quartile_1']:+.2f} and {cost['quartile_3']:+.2f}, {cost['pairs']} pairs)"
-    )
-    if options.json:
-        options.json.write_text(json.dumps({"lanes": load_result, "agents": pools, "cost": cost}, indent=1))
+    return pools
 
 
 if __name__ == "__main__":

@@ -20,91 +20,20 @@ import heapq
 import json
 import logging
 import random
-import struct
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from skippy.cache import Cache
-from skippy.capability import Capability
-from skippy.config import CacheConfig
-from skippy.layout import MAGIC
-from skippy.pool import Pool
+from skippy.bench.replay import Tier, replay
 
 BLOCK, PER_BLOCK = 512, 32
 SCALE = BLOCK // PER_BLOCK
-ROW = 26  # bytes of K and of V for a token, so that it takes 64 bytes when it is saved
-BYTES = 12 + 2 * ROW
-RESTORE = 1e9  # bytes per second
-
-
-class Positions:
-    """A context whose sequences are ranges of positions: what `_llama.Context` does, without cells and memory."""
-
-    n_batch = 512
-
-    def __init__(self, n_ctx: int, n_seq_max: int) -> None:
-        self.n_ctx, self.n_seq_max = n_ctx, n_seq_max
-        self.ranges: dict[int, tuple[int, int]] = {}
-
-    def seq_cp(self, src: int, dst: int, start: int = 0, end: int = -1) -> None:
-        first, last = self.ranges[src]
-        first, last = max(first, start), last if end == -1 else min(last, end)
-        if dst in self.ranges:
-            first, last = min(first, self.ranges[dst][0]), max(last, self.ranges[dst][1])
-        self.ranges[dst] = (first, last)
-
-    def seq_rm(self, seq: int, start: int = 0, end: int = -1) -> bool:
-        first, last = self.ranges.pop(seq, (0, 0))
-        if first < start < last:
-            self.ranges[seq] = (first, start)
-        elif start >= last > first:
-            self.ranges[seq] = (first, last)
-        return True
-
-    def seq_pos_min(self, seq: int) -> int:
-        return self.ranges[seq][0] if seq in self.ranges else -1
-
-    def seq_pos_max(self, seq: int) -> int:
-        return self.ranges[seq][1] - 1 if seq in self.ranges else -1
-
-    def decode(self, seq: int, start: int, tokens: Any, outputs: Any = "last") -> int:
-        assert start == self.seq_pos_max(seq) + 1
-        self.ranges[seq] = (self.ranges.get(seq, (start, 0))[0], start + len(tokens))
-        return 0
-
-    def state_size(self, seq: int, flags: int = 0) -> int:
-        first, last = self.ranges.get(seq, (0, 0))
-        return 16 + 8 + 24 + (last - first) * BYTES
-
-    def save(self, seq: int, out: Any, flags: int = 0) -> int:
-        first, last = self.ranges[seq]
-        n = last - first
-        data = np.frombuffer(out, np.uint8)
-        data[:16] = np.frombuffer(struct.pack("<IiII", MAGIC, seq, 1, n), np.uint8)
-        cells = np.stack([np.arange(first, last), np.full(n, 1), np.full(n, seq)], axis=1).astype("<i4")
-        offset = 16 + 12 * n
-        data[16:offset] = np.frombuffer(cells.tobytes(), np.uint8)
-        data[offset : offset + 8] = np.frombuffer(struct.pack("<II", 0, 1), np.uint8)
-        offset += 8
-        for _ in range(2):
-            data[offset : offset + 12] = np.frombuffer(struct.pack("<iQ", 0, ROW), np.uint8)
-            data[offset + 12 : offset + 12 + ROW * n] = 0
-            offset += 12 + ROW * n
-        return offset
-
-    def load(self, seq: int, data: Any, flags: int = 0) -> None:
-        raw = np.frombuffer(data, np.uint8)
-        (n,) = struct.unpack_from("<I", raw, 12)
-        (first,) = struct.unpack_from("<i", raw, 16)
-        self.ranges[seq] = (first, first + n)
 
 
 class Request:
@@ -154,48 +83,6 @@ def synthetic(requests: int, seed: int = 5) -> list[Request]:
     return found
 
 
-def replay(requests: list[Request], eviction: Any, tier: str, budget: int, prefill: float) -> dict[str, float]:
-    """Tokens that skippy restores with `budget` cells, or as much saved state, or some of both."""
-    longest = max(len(request.tokens) for request in requests) + 8
-    cells = {"pool": budget, "ram": 0, "both": budget // 4}[tier]
-    residents = 200
-    context = Positions(cells + 2 * longest, residents + 2)
-    config = CacheConfig(
-        mode="lookup-record",
-        payload={"pool": "resident-kv", "ram": "full-state", "both": "auto"}[tier],  # type: ignore[arg-type]
-        ram=(budget - cells) * BYTES,
-        min_tokens=64 // SCALE,
-        eviction=eviction,
-        residency="keep",
-        max_bytes=0,
-        logits_bytes=0,
-    )
-    pool = Pool(context, lanes=1, residents=residents)
-    cache = Cache(pool, config, max_resident_tokens=cells, capability=Capability(None, bytes_per_token=BYTES))
-    speeds = cache.speeds
-    speeds.prefilled(int(prefill), SCALE)  # a token that is replayed stands for 16
-    speeds.restored(int(RESTORE), 1.0)
-    speeds.saved(int(RESTORE), 1.0)
-    speeds.prefilled = speeds.restored = speeds.saved = lambda *_: None  # type: ignore[method-assign]
-    hits = 0
-    began = time.perf_counter()
-    for request in requests:
-        lease = cache.begin("trace", request.tokens)
-        assert lease is not None
-        hits += lease.restored
-        new = request.tokens[lease.length :]
-        context.decode(lease.lane, lease.length, new)
-        lease.length = len(request.tokens)
-        cache.record(lease, request.tokens)
-        cache.end(lease)
-    seconds = time.perf_counter() - began
-    cache.check()
-    used = cache.tree.cells + cache.store.arena.used / BYTES
-    assert used <= budget, f"{used} cells are kept, the budget is {budget}"
-    cache.close()
-    return {"hits": hits, "ms_per_request": 1e3 * seconds / len(requests)}
-
-
 def next_uses(requests: list[Request]) -> Iterator[list[int]]:
     """For each request, when each of its blocks is used again."""
     coming: dict[int, int] = defaultdict(lambda: len(requests))
@@ -234,18 +121,22 @@ def in_blocks(requests: list[Request], budget: int, *, future: bool) -> int:
     return hits
 
 
-def measure(requests: list[Request], budgets: list[int], tiers: list[str], prefill: float) -> dict[str, Any]:
+def measure(requests: list[Request], budgets: list[int], tiers: list[Tier], prefill: float) -> dict[str, Any]:
     total = sum(len(request.tokens) for request in requests)
 
     def figure(hits: float, more: dict[str, float] | None = None) -> dict[str, float]:
         return {"hit_rate": hits / total, "seconds_saved": hits * SCALE / prefill, **(more or {})}
 
     rows: dict[str, Any] = {}
+    policies: tuple[Literal["lru", "worth"], ...] = ("lru", "worth")
     for tier in tiers:
-        for eviction in ("lru", "worth"):
+        for eviction in policies:
             row = rows[f"{tier}, {eviction}"] = {}
             for budget in budgets:
-                found = replay(requests, eviction, tier, budget // SCALE, prefill)
+                found = replay(
+                    [(request.tokens, len(request.tokens)) for request in requests],
+                    eviction, tier, budget // SCALE, prefill=prefill, tokens_each=SCALE, min_tokens=64 // SCALE,
+                )  # fmt: skip
                 row[budget] = figure(found.pop("hits"), found)
     for name, future in (("blocks, lru", False), ("bound", True)):
         rows[name] = {budget: figure(in_blocks(requests, budget // SCALE, future=future)) for budget in budgets}
@@ -281,7 +172,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("skippy").setLevel(logging.ERROR)
     budgets = [size(text) for text in arguments.budgets.split(",")]
-    tiers = arguments.tiers.split(",")
+    tiers: list[Tier] = arguments.tiers.split(",")
     traces = {path.name: read_trace(path, arguments.requests) for path in arguments.traces}
     found = {}
     for name, requests in (traces or {"synthetic": synthetic(arguments.requests)}).items():

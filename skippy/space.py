@@ -136,6 +136,8 @@ class Space:
     def _worth_saving(self, node: Node) -> bool:
         """Whether coming back from RAM would be faster than evaluating what of `node` is not there yet."""
         unsaved = self._unsaved_cells(node)
+        if not unsaved:
+            return False
         if not self.leaving.by_worth or self.speeds.worth_restoring(unsaved * self.bytes_per_cell, unsaved):
             return True
         self.speeds.declined()

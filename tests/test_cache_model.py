@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from skippy.cache import Cache, Lease
+from skippy.capability import Capability
 from skippy.config import CacheConfig
 from skippy.errors import ContextFull, StateError
 from skippy.pool import Pool
@@ -22,10 +23,23 @@ from tests.conftest import failing
 
 
 class World:
-    def __init__(self, n_ctx: int = 1000, lanes: int = 3, residents: int = 4, cap: int = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        n_ctx: int = 1000,
+        lanes: int = 3,
+        residents: int = 4,
+        cap: int = 0,
+        capability: Capability | None = None,
+        **config: Any,
+    ) -> None:
         self.context = CellContext(n_ctx, lanes + 1 + residents)
         self.pool = Pool(self.context, lanes=lanes, residents=residents)
-        self.cache = Cache(self.pool, CacheConfig(**{"min_tokens": 4, "ram": "1MB", **config}), max_resident_tokens=cap)
+        self.cache = Cache(
+            self.pool,
+            CacheConfig(**{"min_tokens": 4, "ram": "1MB", **config}),
+            max_resident_tokens=cap,
+            capability=capability,
+        )
         self.open: dict[Lease, list[int]] = {}
 
     def check(self, exact: bool = True) -> None:
@@ -237,6 +251,22 @@ def test_a_lane_that_cannot_be_emptied_after_a_failed_restore_costs_time_alone()
     world.evaluate(lease)
     world.end(lease)
     world.cache.check()
+
+
+def test_prompts_that_come_once_do_not_pile_up_in_the_pool() -> None:
+    """Where staying costs more than coming back, each leaves for the next one, however many there were before."""
+    world = World(n_ctx=4000, lanes=1, residents=40, capability=Capability(None, bytes_per_token=28))
+    speeds = world.cache.speeds
+    for i in range(1, 40):
+        speeds.prefilled(100, 1.0)
+        speeds.restored(28 * 10**6, 1.0)  # a token takes a microsecond to restore, and a sixteenth of it to stay
+        speeds.saved(28 * 10**6, 1.0)
+        lease = world.begin(path((i, 100)))
+        world.evaluate(lease)
+        world.end(lease)
+        assert world.cache.tree.cells <= 100
+    assert world.cache.space.evictions["resident:price"] == 38
+    assert world.begin(path((7, 100), (99, 1))).by_tier["ram"] == 100
 
 
 @pytest.mark.parametrize("eviction", ["worth", "lru"])

@@ -40,7 +40,7 @@ FLOORS = [
         "llama_calls",
         "llama_context",
     },
-    {"llama", "llama_lane", "llama_cache", "demo", "commands", "cli", "__init__"},
+    {"llama", "llama_lane", "llama_cache", "demo", "bench", "commands", "cli", "__init__"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

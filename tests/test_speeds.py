@@ -60,6 +60,16 @@ def test_a_price_of_nothing_is_believed_and_never_negative() -> None:
     assert not speeds.staying_costs_more(100, CELL * 100, CELL * 100, 1000, CELL)
 
 
+def test_what_was_declined_says_nothing_of_what_staying_costs() -> None:
+    """Else, where many small restores are not worth it, nothing would leave the pool any more."""
+    speeds = known()
+    price = speeds.resident_price(CELL)
+    for _ in range(50):
+        speeds.declined()
+    assert speeds.resident_price(CELL) == price
+    assert speeds.restore == known().restore
+
+
 def test_staying_is_weighed_against_leaving_and_coming_back() -> None:
     speeds = known(save=1e9, restore=1e9)  # price: 1000 / 1e9 / 16 = 62.5 ns; 100 cells: 0.1 ms each way
     # Four requests are counted.

@@ -1,109 +1,221 @@
-"""`skippy bench`: the demonstration's workload on a model of yours, cold against skippy, as figures."""
+"""`skippy bench`: workloads on a model of yours, on what you have today and on skippy, as figures and as a page."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from skippy.bench.arms import DEFAULT, choose
+from skippy.bench.calibrate import calibrate
+from skippy.bench.play import Settings
+from skippy.bench.run import Run, run
+from skippy.bench.table import WIDE, table_of
+from skippy.bench.workloads import SIZES, WORKLOADS, Knobs, Lengths
 from skippy.commands.options import EXIT_FAILED, AsJson, MaybeModel, Threads, chosen_model
-from skippy.commands.playing import play_with_progress
-from skippy.demo.run import Outcome
+from skippy.commands.store import size_text
+from skippy.sizes import parse_size
 
-__all__ = ["bench", "figures_of", "percentiles"]
+__all__ = ["bench", "knobs_of"]
 
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """The median and the ninetieth percentile, each a value that was measured.
-
-    >>> percentiles([5.0, 1.0, 2.0, 3.0])
-    {'p50': 2.0, 'p90': 5.0}
-    """
-    return {f"p{p}": float(np.percentile(values, p, method="inverted_cdf")) for p in (50, 90)}
+_N_CTX = {"small": 4096, "medium": 8192, "large": 32768}
 
 
-def figures_of(outcome: Outcome) -> dict[str, Any]:
-    """The figures of both arms, and the requests that they were taken from, as plain data."""
-    rows = outcome.rows
-    asked = sum(row.prompt_tokens for row in rows)
-    return {
-        "ok": not outcome.failures,
-        "failures": outcome.failures,
-        "machine": outcome.machine,
-        "arms": {
-            "cold": {
-                "prompt_tokens": asked,
-                "evaluated_tokens": asked,
-                "ttft_ms": percentiles([row.ttft_cold_ms for row in rows]),
-            },
-            "skippy": {
-                "prompt_tokens": asked,
-                "evaluated_tokens": sum(row.evaluated_tokens for row in rows),
-                "ttft_ms": percentiles([row.ttft_ms for row in rows]),
-            },
-        },
-        "requests": [
-            {
-                "name": row.name,
-                "prompt_tokens": row.prompt_tokens,
-                "evaluated_tokens": row.evaluated_tokens,
-                "ttft_cold_ms": row.ttft_cold_ms,
-                "ttft_ms": row.ttft_ms,
-            }
-            for row in rows
-        ],
-    }
+def _lengths(text: str | None) -> Lengths | None:
+    if text is None:
+        return None
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
-def _table(figures: dict[str, Any]) -> Table:
-    table = Table("arm", title=f"{len(figures['requests'])} requests")
-    for name in ("asked, tokens", "evaluated, tokens", "TTFT p50, ms", "TTFT p90, ms"):
-        table.add_column(name, justify="right")
-    for name, arm in figures["arms"].items():
-        times = arm["ttft_ms"]
-        table.add_row(
-            name, str(arm["prompt_tokens"]), str(arm["evaluated_tokens"]), f"{times['p50']:.0f}", f"{times['p90']:.0f}"
-        )
-    return table
+def knobs_of(size: str, **turned: Any) -> Knobs:
+    """The knobs of a size with those turned that are not None.  BadParameter for an unknown size."""
+    if size not in SIZES:
+        raise typer.BadParameter(f"{size!r} is no size, expected one of {', '.join(SIZES)}", param_hint="--size")
+    return replace(SIZES[size], **{name: value for name, value in turned.items() if value is not None})
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}", param_hint="--ram") from None
 
 
 def bench(
     model: MaybeModel = None,
-    n_ctx: Annotated[int, typer.Option(metavar="N", help="Cells of the pool.", min=1)] = 4096,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each answer at most.", min=1)] = 16,
-    turns: Annotated[int, typer.Option(metavar="N", help="Turns of each conversation, 1 to 4.", min=1, max=4)] = 4,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="small, medium or large.")] = "small",
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Play this one alone; may be repeated. Of: {', '.join(WORKLOADS)}."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Measure this one, beside cold; may be repeated. Of: {', '.join(DEFAULT)}."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Play the requests of a JSONL file: chats (messages) or hash_ids."),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", help="At most so many requests of the trace.", min=1)
+    ] = None,
+    block_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens that a block of 512 of a trace becomes.", min=1, max=512)
+    ] = 32,
+    rounds: Annotated[int, typer.Option(metavar="N", help="How often each arm plays.", min=1)] = 1,
+    chats: Annotated[int | None, typer.Option(metavar="N", help="Conversations in turns.", min=1)] = None,
+    turns: Annotated[int | None, typer.Option(metavar="N", help="Turns of each conversation.", min=2)] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="LENGTH", help="Tokens of the system prompt: 300, uniform(20,60), ...")
+    ] = None,
+    message: Annotated[str | None, typer.Option(metavar="LENGTH", help="Tokens of a message.")] = None,
+    document: Annotated[str | None, typer.Option(metavar="LENGTH", help="Tokens of a document.")] = None,
+    answer: Annotated[int | None, typer.Option(metavar="N", help="Tokens of an answer at most.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="What all texts are made from.")] = None,
+    llama_server: Annotated[
+        str | None, typer.Option(metavar="PATH", help="llama-server, if it is not on PATH.")
+    ] = None,
+    n_ctx: Annotated[int | None, typer.Option(metavar="N", help="Cells of the context.", min=512)] = None,
+    n_gpu_layers: Annotated[int, typer.Option(metavar="N", help="Layers on the GPU.", min=-1)] = 0,
+    ram: Annotated[str, typer.Option(metavar="SIZE", help="What each cache may take of the memory.")] = "1GiB",
     threads: Threads = None,
+    calibration: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine instead: from which length each tier pays off.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the data (bench.json) and the plot (ttft.png).")
+        Path | None, typer.Option(metavar="DIR", help="Folder for the data (bench.json) and the page (bench.html).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure three conversations over one system prompt, each request cold and with reuse, one after the other.
+    """Measure what reuse saves on your work, beside llama-cpp-python, its RAM cache and llama-server.
 
-    Prints tokens evaluated of tokens asked, and percentiles of the time to the first token (TTFT).  Leaves with 1
-    if a check of what was restored or answered fails.
+    Each workload is played on each arm in a process of its own, one after the other.  Prints for each the prompt tokens
+    evaluated, percentiles of the time to the first token (TTFT), memory, and whether the answers are those of a cold
+    run.  Leaves with 1 if one of skippy's is not.
     """
-    console = Console(stderr=as_json)
-    outcome = play_with_progress(
-        console, chosen_model(model), n_ctx=n_ctx, max_tokens=max_tokens, turns=turns, n_threads=threads
+    knobs = knobs_of(
+        size,
+        chats=chats,
+        turns=turns,
+        system=_lengths(system),
+        message=_lengths(message),
+        document=_lengths(document),
+        answer=answer,
+        seed=seed,
     )
-    figures = figures_of(outcome)
+    settings = Settings(
+        model=chosen_model(model),
+        n_ctx=n_ctx or _N_CTX[size],
+        threads=threads or os.cpu_count() or 1,
+        n_gpu_layers=n_gpu_layers,
+        ram_bytes=_size(ram),
+    )
+    console = Console(stderr=as_json)
     if out is not None:
-        from skippy.demo.plot import plot_ttft
-
         out.mkdir(parents=True, exist_ok=True)
-        (out / "bench.json").write_text(json.dumps(figures, indent=1) + "\n")
-        plot_ttft(outcome.rows, out / "ttft.png", f"{outcome.machine['model']}, {outcome.machine['threads']} threads")
-        console.print(f"data and plot: {out / 'bench.json'}, {out / 'ttft.png'}", soft_wrap=True)
+    if calibration:
+        _calibrate(settings, rounds=max(3, rounds), out=out, as_json=as_json, console=console)
+        return
+    names = workload or ([] if trace is not None else list(WORKLOADS))
+    try:
+        arms = choose(arm or list(DEFAULT), llama_server)
+        unknown = next((name for name in names if name not in WORKLOADS), None)
+        if unknown is not None:
+            raise ValueError(f"{unknown!r} is no workload, expected some of {', '.join(WORKLOADS)}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    plan = Run(
+        settings, arms, names, knobs, rounds, trace, block_tokens, requests,
+        command=shlex.join(["skippy", *sys.argv[1:]]),
+    )  # fmt: skip
+    figures = _play(plan, console)
+    if out is not None:
+        from skippy.bench.page import page_of
+
+        (out / "bench.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        (out / "bench.html").write_text(page_of(figures), encoding="utf-8")
+        console.print(f"data and page: {out / 'bench.json'}, {out / 'bench.html'}", soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(figures))
-    else:
-        console.print(_table(figures))
-    if outcome.failures:
-        Console(stderr=True).print("FAILED: " + "; ".join(outcome.failures), style="red", markup=False, soft_wrap=True)
+    for problem in figures["problems"]:
+        console.print(problem, markup=False, soft_wrap=True)
+    wrong = sum(
+        found.get("wrong", 0)
+        for each in figures["workloads"]
+        for name, found in each["arms"].items()
+        if name.startswith("skippy")
+    )
+    if wrong:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _play(plan: Run, console: Console) -> dict[str, Any]:
+    """Play it, with a bar that says what is going on, and print a table for each workload at the end."""
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(), console=console,
+    )  # fmt: skip
+    with progress:
+        task = progress.add_task("loading the model", total=None)
+
+        def on_request(workload: str, arm: str, round_: int, index: int, answer: dict[str, Any] | None) -> None:
+            if answer is None:
+                progress.update(task, description=f"{workload} on {arm}, request {index + 1}")
+            else:
+                progress.update(task, advance=1)
+
+        def on_start(requests: int) -> None:
+            progress.update(task, total=requests)
+
+        figures = run(plan, on_request=on_request, on_start=on_start)
+    for workload in figures["workloads"]:
+        console.print(table_of(workload, wide=console.width >= WIDE))
+        for name, found in workload["arms"].items():
+            if "unavailable" in found:
+                console.print(f"{name} is not there: {found['unavailable']}", style="dim", markup=False, soft_wrap=True)
+    return figures
+
+
+def _calibrate(settings: Settings, *, rounds: int, out: Path | None, as_json: bool, console: Console) -> None:
+    figures = calibrate(settings, rounds=rounds)
+    if out is not None:
+        (out / "calibration.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    table = Table("", title=f"{figures['machine']['model']}, {settings.threads} threads", title_justify="left")
+    for column in ("ms fixed", "ms per token", "pays off from, tokens"):
+        table.add_column(column, justify="right")
+    for length, speed in figures["prefill_tokens_per_second"].items():
+        table.add_row(f"evaluating {length} tokens", "", f"{1e3 / speed:.3f}", "")
+    for tier, found in figures["tiers"].items():
+        if found["measured"]:
+            pays = found["pays_off_from"]
+            table.add_row(
+                f"restoring from {tier}", f"{found['ms_fixed']:.2f}", f"{found['ms_per_token']:.4f}",
+                "never" if pays is None else str(pays),
+            )  # fmt: skip
+        else:
+            table.add_row(f"restoring from {tier}", "not measured", "", "")
+    console.print(table)
+    nbytes, advice = figures["bytes"], figures["advice"]
+    console.print(
+        f"a token takes {size_text(nbytes['per_token'])}, a checkpoint {size_text(nbytes['per_checkpoint'])}, "
+        f"a full context of {settings.n_ctx:,} tokens {size_text(nbytes['of_a_full_context'])}"
+    )
+    console.print(
+        f"for eight full conversations: ram={size_text(advice['ram_bytes_for_eight_full_contexts'])}, for eighty: "
+        f"disk_bytes={size_text(advice['disk_bytes_for_eighty'])}; min_tokens={advice['min_tokens']}"
+    )

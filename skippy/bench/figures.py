@@ -1,0 +1,121 @@
+"""From what was measured to figures: percentiles that are measured values, never means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from skippy.bench.arms import Arm
+from skippy.bench.play import Played, Row
+from skippy.bench.workloads import Workload
+
+__all__ = ["figures_of", "percentiles", "problems"]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """The 50th, 90th and 99th percentile, each a value that was measured.
+
+    >>> percentiles([5.0, 1.0, 2.0, 3.0])
+    {'p50': 2.0, 'p90': 5.0, 'p99': 5.0}
+    """
+    return {f"p{p}": float(np.percentile(values, p, method="inverted_cdf")) for p in (50, 90, 99)}
+
+
+def figures_of(workloads: Sequence[Workload], arms: Sequence[Arm], played: Played) -> dict[str, Any]:
+    """What the report shows, as plain data: for each workload each arm's figures, and the requests."""
+    return {
+        "workloads": [_workload(workload, arms, played) for workload in workloads],
+        "arms": {arm.name: {"about": arm.about, "unavailable": arm.unavailable} for arm in arms},
+        "requests": [_request(row) for row in played.rows],
+    }
+
+
+def _workload(workload: Workload, arms: Sequence[Arm], played: Played) -> dict[str, Any]:
+    rows = [row for row in played.rows if row.workload == workload.name]
+    first = [row.request for row in rows if row.arm == "cold" and row.round == 0]
+    found: dict[str, Any] = {
+        "name": workload.name,
+        "about": workload.about,
+        "requests": workload.requests,
+        "conversations": workload.conversations,
+        "prompt_tokens": sum(len(request.prompt) for request in first),
+        "least": sum(request.least for request in first),
+        "arms": {},
+    }
+    for arm in arms:
+        why = arm.unavailable or played.failed.get((workload.name, arm.name))
+        mine = [row for row in rows if row.arm == arm.name]
+        if why is None and mine:
+            found["arms"][arm.name] = _arm(mine, played.loaded_kib[workload.name, arm.name])
+        else:
+            found["arms"][arm.name] = {"unavailable": why or "it was not played"}
+    return found
+
+
+def _arm(rows: list[Row], loaded_kib: int) -> dict[str, Any]:
+    answers = [row.answer for row in rows]
+    rounds = sorted({row.round for row in rows})
+    medians = [percentiles([row.answer["ttft_ms"] for row in rows if row.round == r])["p50"] for r in rounds]
+    tokens = sum(len(answer["tokens"]) for answer in answers)
+    seconds = sum(answer["total_ms"] for answer in answers) / 1e3
+    last = [row.answer for row in rows if row.round == rounds[0]]
+    differ = [row for row in rows if not row.same]
+    return {
+        "ttft_ms": percentiles([answer["ttft_ms"] for answer in answers]),
+        "ttft_p50_of_rounds": [min(medians), max(medians)],
+        "evaluated": max(sum(row.answer["evaluated"] for row in rows if row.round == r) for r in rounds),
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "seconds": seconds / len(rounds),
+        "peak_mib": max(answer["peak_kib"] for answer in answers) / 1024,
+        "grown_mib": max(0, max(answer["memory_kib"] for answer in answers) - loaded_kib) / 1024,
+        "held_bytes": max((answer["held_bytes"] or 0 for answer in last), default=0) or None,
+        **{
+            name: sum(answer[name] for answer in last) if all(name in answer for answer in last) else None
+            for name in ("lookup_ms", "restore_ms", "save_ms")
+        },
+        "same": len(rows) - len(differ),
+        "near_ties": sum(row.near_tie is True for row in differ),
+        "wrong": sum(row.near_tie is not True for row in differ),
+    }
+
+
+def _request(row: Row) -> dict[str, Any]:
+    return {
+        "workload": row.workload,
+        "arm": row.arm,
+        "round": row.round,
+        "index": row.index,
+        "conversation": row.request.conversation,
+        "prompt_tokens": len(row.request.prompt),
+        "least": row.request.least,
+        "same": row.same,
+        **{name: value for name, value in row.answer.items() if name != "tokens"},
+    }
+
+
+def problems(figures: dict[str, Any]) -> list[str]:
+    """What a reader must know: answers of skippy that are wrong, and where it is not the best, in words."""
+    found = []
+    for workload in figures["workloads"]:
+        arms = {name: arm for name, arm in workload["arms"].items() if "unavailable" not in arm}
+        ours = {name: arm for name, arm in arms.items() if name.startswith("skippy")}
+        others = {name: arm for name, arm in arms.items() if name not in ours}
+        for name, arm in ours.items():
+            if arm["wrong"]:
+                found.append(f"{workload['name']}: {arm['wrong']} answers of {name} leave the cold ones without a tie")
+        mine = ours.get("skippy")
+        if mine is None:
+            continue
+        for name, arm in others.items():
+            if arm["evaluated"] < mine["evaluated"]:
+                found.append(
+                    f"{workload['name']}: {name} evaluated {arm['evaluated']} tokens, skippy {mine['evaluated']}"
+                )
+            if arm["ttft_ms"]["p50"] < mine["ttft_ms"]["p50"]:
+                found.append(
+                    f"{workload['name']}: TTFT p50 of {name} is {arm['ttft_ms']['p50']:.1f} ms, "
+                    f"of skippy {mine['ttft_ms']['p50']:.1f} ms"
+                )
+    return found

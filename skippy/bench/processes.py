@@ -1,0 +1,193 @@
+"""The processes of the arms, as who plays them sees them: started, asked, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from skippy.bench.arms import Arm
+from skippy.bench.worker import memory_kib, peak_kib
+from skippy.errors import SkippyError
+
+__all__ = ["ArmFailed", "Process", "started"]
+
+_PATIENCE = 600  # seconds for a model to load
+
+
+class ArmFailed(SkippyError):
+    """The process of an arm ended, or said what it should not."""
+
+
+class Process(Protocol):
+    """An arm that is running."""
+
+    loaded_kib: int
+
+    def ask(self, prompt: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
+        """What the request took, as `skippy.bench.worker` says."""
+
+    def close(self) -> None:
+        """End it, and wait until it has ended."""
+
+
+class Worker:
+    """A Python process that runs `skippy.bench.worker`."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "skippy.bench.worker", json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        try:
+            self.loaded_kib = int(self._read()["memory_kib"])
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+            raise ArmFailed(f"its process ended with {code}: {said[-1] if said else 'it said nothing'}")
+        data = json.loads(line)
+        assert isinstance(data, dict)
+        return data
+
+    def ask(self, prompt: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
+        """See Process."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """See Process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None and stream is self._process.stdin:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._errors.close()
+
+
+class Server:
+    """llama-server, asked over HTTP on this machine."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        slots = settings["slots"]
+        self._url = f"http://127.0.0.1:{port}"
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        command = [
+            settings["program"], "--model", settings["model"], "--host", "127.0.0.1", "--port", str(port),
+            "--ctx-size", str(settings["n_ctx"] * slots), "--parallel", str(slots),
+            "--batch-size", str(settings["n_batch"]), "--ubatch-size", str(settings["n_batch"]),
+            "--threads", str(settings["threads"]), "--threads-batch", str(settings["threads"]),
+            "--n-gpu-layers", str(settings["n_gpu_layers"]), "--flash-attn", "on",
+            "--cache-ram", str(settings["ram_bytes"] // 2**20), "--no-webui",
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._errors, stderr=subprocess.STDOUT
+        )
+        try:
+            self._wait()
+            self.ask(tuple(settings["warm_up"]), 2)
+            self.loaded_kib = memory_kib(self._process.pid)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self) -> None:
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                self._errors.seek(0)
+                said = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+                raise ArmFailed(f"llama-server ended with {self._process.returncode}: {said[-1] if said else ''}")
+            health = f"{self._url}/health"
+            with contextlib.suppress(OSError), urllib.request.urlopen(health, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            time.sleep(0.1)
+        raise ArmFailed(f"llama-server did not load the model within {_PATIENCE} s")
+
+    def ask(self, prompt: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
+        """See Process."""
+        body = {
+            "prompt": list(prompt), "n_predict": max_tokens, "temperature": 0.0, "cache_prompt": True, "stream": True,
+            "return_tokens": True, "top_k": 1,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"{self._url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        tokens: list[int] = []
+        began, first = time.perf_counter(), 0.0
+        timings: dict[str, Any] = {}
+        try:
+            with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
+                for line in answer:
+                    if not line.startswith(b"data: "):
+                        continue
+                    data = json.loads(line[6:])
+                    if data.get("tokens") and not first:
+                        first = time.perf_counter()
+                    tokens += data.get("tokens") or []
+                    timings = data.get("timings") or timings
+        except (OSError, ValueError) as error:
+            raise ArmFailed(f"llama-server did not answer: {error}") from error
+        total = time.perf_counter() - began
+        if "prompt_n" not in timings:
+            raise ArmFailed("llama-server did not say how many tokens it evaluated")
+        pid = self._process.pid
+        return {
+            "tokens": tokens,
+            "ttft_ms": 1e3 * ((first or began + total) - began),
+            "total_ms": 1e3 * total,
+            "evaluated": int(timings["prompt_n"]),
+            "held_bytes": None,
+            "memory_kib": memory_kib(pid),
+            "peak_kib": peak_kib(pid),
+        }
+
+    def close(self) -> None:
+        """See Process."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+
+@contextlib.contextmanager
+def started(arm: Arm, settings: dict[str, Any], *, conversations: int, folder: Path) -> Iterator[Process]:
+    """The process of an arm, with its model loaded and warm; it has ended when the block ends.  ArmFailed."""
+    settings = {**settings, **arm.settings, "kind": arm.kind, "folder": str(folder)}
+    if arm.kind == "llama-server":
+        settings["slots"] = settings["slots"] or conversations
+    process: Process = Server(settings) if arm.kind == "llama-server" else Worker(settings)
+    try:
+        yield process
+    finally:
+        process.close()
