@@ -145,9 +145,9 @@ def bench_rows(bench: dict[str, Any]) -> Iterator[Row]:
         ours = arms["skippy"]
         others = {name: arm["evaluated"] for name, arm in arms.items() if not name.startswith("skippy")}
         yield (
-            f"{workload['name']}: prompt tokens evaluated", f"{workload['least']:,}, the new ones",
+            f"{workload['name']}: prompt tokens evaluated", f"{ours['least']:,}, the new ones",
             f"{ours['evaluated']:,}",
-            ours["evaluated"] <= workload["least"], ", ".join(f"{name} {n:,}" for name, n in others.items()), command,
+            ours["evaluated"] <= ours["least"], ", ".join(f"{name} {n:,}" for name, n in others.items()), command,
         )  # fmt: skip
     answers = [arm for workload in bench["workloads"] for arm in workload["arms"].values() if "wrong" in arm]
     ours = [

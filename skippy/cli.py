@@ -60,7 +60,13 @@ app.command(
 app.command(
     epilog=example("skippy explain model.gguf monday.txt tuesday.txt", "skippy explain model.gguf chat.json --json")
 )(explain)
-app.command(epilog=example("skippy bench model.gguf --out bench-out", "skippy bench --turns 2 --json"))(bench)
+app.command(
+    epilog=example(
+        "skippy bench model.gguf --out bench-out",
+        "skippy bench --workload chats --chats 8 --arm skippy --arm ram-cache --json",
+        "skippy bench model.gguf --calibrate",
+    )
+)(bench)
 app.command(epilog=example("skippy status --disk ~/.cache/skippy", "skippy status --json"))(status)
 app.command(epilog=example("skippy ls --sort size --limit 10", "skippy ls --namespace tenant --json"))(ls)
 app.command(epilog=example("skippy prune --to 2GiB", "skippy prune --to 500MB --disk ~/.cache/skippy"))(prune)

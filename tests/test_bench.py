@@ -243,8 +243,27 @@ def test_the_report_says_where_skippy_is_not_the_best() -> None:
     assert problems(figures) == [
         "w: 4 answers of skippy leave the cold ones without a tie",
         "w: llama-cpp evaluated 4 tokens, skippy 5",
-        "w: TTFT p50 of llama-cpp is 5.0 ms, of skippy 6.5 ms",
+        "w: TTFT p50 of llama-cpp is 5.0 ms, of skippy 6.5 ms: it evaluated fewer tokens",
     ]
+
+
+def test_a_median_that_is_lower_is_explained() -> None:
+    slower = played({"cold": [3, 6], "skippy": [3, 2]}, {"cold": [9.0, 20.0], "skippy": [15.0, 16.0]})
+    assert problems(slower) == [
+        "w: TTFT p50 of cold is 10.0 ms, of skippy 16.0 ms: it evaluated more tokens, and 60.0 % is more than the "
+        "medians of the rounds differ"
+    ]
+    noise = played({"cold": [3, 6], "skippy": [3, 2]}, {"cold": [9.0, 20.0], "skippy": [9.5, 16.0]})
+    assert problems(noise) == [
+        "w: TTFT p50 of cold is 10.0 ms, of skippy 10.5 ms: the medians of their rounds overlap, so this is noise"
+    ]
+
+
+def test_an_arm_is_measured_by_its_own_answers() -> None:
+    """Its answer left the cold one, so what is sent next is new to it from there on."""
+    figures = played({"cold": [3, 6], "skippy": [3, 3]}, {"cold": [9.0, 20.0], "skippy": [1.0, 1.0]})
+    assert figures["workloads"][0]["arms"]["skippy"]["least"] == 3 + 2  # [7] of [7, 8] was evaluated
+    assert figures["workloads"][0]["arms"]["cold"]["least"] == 3 + 2
 
 
 def test_the_page_stands_alone_and_says_who_was_not_there() -> None:

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import skippy
 from skippy import cli
-from skippy.commands.bench import figures_of
 from skippy.commands.explain import explain_prompts, read_prompt
 from skippy.demo.run import Outcome, Row
 from skippy.model import Model
@@ -147,7 +146,6 @@ def test_a_prompt_that_cannot_be_read_is_one_line_and_2(
 def test_a_folder_that_cannot_be_made_is_one_line_and_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("skippy.demo.run.play", lambda *_, **__: OUTCOME)
     (tmp_path / "file").write_text("")
     assert main(monkeypatch, "bench", "m.gguf", "--out", tmp_path / "file") == 2
     assert re.fullmatch(r"skippy: \[Errno 17\] File exists: '.*/file'\n", capsys.readouterr().err)
@@ -276,52 +274,20 @@ def test_a_chat_is_known_by_its_content(tmp_path: Path, smol_path: Path) -> None
         cli.app(["explain", str(smol_path), str(path)], standalone_mode=False)
 
 
-# -- bench ----------------------------------------------------------------------------------------------
-
-
-def row_of(number: int, cold: float, warm: float, evaluated: int, wrong: int = 0) -> Row:
-    return Row(
-        name=f"request {number}", prompt_tokens=100, cached_tokens=100 - evaluated, evaluated_tokens=evaluated,
-        by_tier={"resident": 100 - evaluated, "ram": 0, "disk": 0}, saveable_tokens=100 - evaluated,
-        behind_checkpoint=0, rows_checked=100 - evaluated, rows_wrong=wrong, ttft_cold_ms=cold, ttft_ms=warm,
-        same_answer=True, parting=None, answer="Yes.",
-    )  # fmt: skip
-
-
-ROWS = [row_of(i, 100.0 + i, 10.0 * i + 1, 100 if i == 0 else i) for i in range(10)]
-OUTCOME = Outcome(ROWS, {}, {"model": "m", "threads": 2}, {})
-
-
-def test_bench_gives_percentiles_and_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def play(model: Path, **options: Any) -> Outcome:
-        asked.update(options, model=model)
-        return OUTCOME
-
-    monkeypatch.setattr("skippy.demo.run.play", play)
-    result = run("bench", "m.gguf", "--json", "--out", tmp_path / "a" / "b", "--turns", "2", "--threads", "1")
-    assert result.exit_code == 0, result.output
-    data = json.loads(result.stdout)
-    assert data == json.loads((tmp_path / "a/b/bench.json").read_text()) == figures_of(OUTCOME)
-    assert data["arms"] == {
-        "cold": {"prompt_tokens": 1000, "evaluated_tokens": 1000, "ttft_ms": {"p50": 104.0, "p90": 108.0}},
-        "skippy": {"prompt_tokens": 1000, "evaluated_tokens": 145, "ttft_ms": {"p50": 41.0, "p90": 81.0}},
-    }
-    assert [row["evaluated_tokens"] for row in data["requests"]] == [100, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert (tmp_path / "a/b/ttft.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert asked.pop("on_row")
-    assert asked == {"model": Path("m.gguf"), "n_ctx": 4096, "max_tokens": 16, "turns": 2, "n_threads": 1}
-    assert re.search(r"│ skippy │ +1000 │ +145 │ +41 │ +81 │", run("bench", "m.gguf").stdout)
+# -- demo -----------------------------------------------------------------------------------------------
 
 
 def test_a_check_that_fails_leaves_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = Outcome([row_of(1, 100.0, 10.0, 5, wrong=3)], {}, {"model": "m", "threads": 2}, {})
+    row = Row(
+        name="request 1", prompt_tokens=100, cached_tokens=95, evaluated_tokens=5,
+        by_tier={"resident": 95, "ram": 0, "disk": 0}, saveable_tokens=95, behind_checkpoint=0, rows_checked=95,
+        rows_wrong=3, ttft_cold_ms=100.0, ttft_ms=10.0, same_answer=True, parting=None, answer="Yes.",
+    )  # fmt: skip
+    bad = Outcome([row], {}, {"model": "m", "threads": 2}, {})
     monkeypatch.setattr("skippy.demo.run.play", lambda *_, **__: bad)
-    result = run("bench", "m.gguf", "--json")
+    result = run("demo", "--model", "m.gguf", "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["failures"] == ["request 1: 3 of 95 restored tokens are not what was evaluated"]
-    assert "FAILED: request 1: 3 of 95" in result.stderr
+    assert "request 1: 3 of 95 restored tokens are not what was evaluated" in result.stderr
     assert run("demo", "--model", "m.gguf").exit_code == 1
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from skippy.bench.arms import Arm
 from skippy.bench.play import Played, Row
 from skippy.bench.workloads import Workload
+from skippy.history import Tokens, common_length
 
 __all__ = ["figures_of", "percentiles", "problems"]
 
@@ -62,10 +63,13 @@ def _arm(rows: list[Row], loaded_kib: int) -> dict[str, Any]:
     seconds = sum(answer["total_ms"] for answer in answers) / 1e3
     last = [row.answer for row in rows if row.round == rounds[0]]
     differ = [row for row in rows if not row.same]
+    by_round = [[row for row in rows if row.round == r] for r in rounds]
+    most = max(by_round, key=lambda each: sum(row.answer["evaluated"] for row in each))
     return {
         "ttft_ms": percentiles([answer["ttft_ms"] for answer in answers]),
         "ttft_p50_of_rounds": [min(medians), max(medians)],
-        "evaluated": max(sum(row.answer["evaluated"] for row in rows if row.round == r) for r in rounds),
+        "evaluated": sum(row.answer["evaluated"] for row in most),
+        "least": _least(most),
         "tokens_per_second": tokens / seconds if seconds else 0.0,
         "seconds": seconds / len(rounds),
         "peak_mib": max(answer["peak_kib"] for answer in answers) / 1024,
@@ -79,6 +83,20 @@ def _arm(rows: list[Row], loaded_kib: int) -> dict[str, Any]:
         "near_ties": sum(row.near_tie is True for row in differ),
         "wrong": sum(row.near_tie is not True for row in differ),
     }
+
+
+def _least(rows: Sequence[Row]) -> int:
+    """The least that an arm had to evaluate: what its own earlier prompts and answers do not begin with.
+
+    Where one of its answers left the cold one at a near tie, a prompt that holds the cold one has more that is new.
+    """
+    seen: list[Tokens] = []
+    least = 0
+    for row in rows:
+        prompt = np.array(row.request.prompt, np.int32)
+        least += len(prompt) - max((common_length(prompt, each) for each in seen), default=0)
+        seen.append(np.array([*row.request.prompt, *row.answer["tokens"][:-1]], np.int32))
+    return least
 
 
 def _request(row: Row) -> dict[str, Any]:
@@ -116,6 +134,21 @@ def problems(figures: dict[str, Any]) -> list[str]:
             if arm["ttft_ms"]["p50"] < mine["ttft_ms"]["p50"]:
                 found.append(
                     f"{workload['name']}: TTFT p50 of {name} is {arm['ttft_ms']['p50']:.1f} ms, "
-                    f"of skippy {mine['ttft_ms']['p50']:.1f} ms"
+                    f"of skippy {mine['ttft_ms']['p50']:.1f} ms: {_why(arm, mine)}"
                 )
     return found
+
+
+def _why(other: dict[str, Any], mine: dict[str, Any]) -> str:
+    """Why another arm's median is lower, as far as the figures tell."""
+    if other["evaluated"] < mine["evaluated"]:
+        return "it evaluated fewer tokens"
+    low, high = (
+        max(other["ttft_p50_of_rounds"][0], mine["ttft_p50_of_rounds"][0]),
+        min(other["ttft_p50_of_rounds"][1], mine["ttft_p50_of_rounds"][1]),
+    )
+    if low <= high:
+        return "the medians of their rounds overlap, so this is noise"
+    many = "as many" if other["evaluated"] == mine["evaluated"] else "more"
+    share = 100 * (mine["ttft_ms"]["p50"] / other["ttft_ms"]["p50"] - 1)
+    return f"it evaluated {many} tokens, and {share:.1f} % is more than the medians of the rounds differ"

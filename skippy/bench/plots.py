@@ -7,17 +7,17 @@ from typing import Any
 
 __all__ = ["evaluated_of", "hit_rates_of", "memory_of", "ttft_of"]
 
-# Okabe and Ito's colours, in an order in which their greys differ; the arms of skippy are drawn with full lines.
-_STYLES: dict[str, tuple[str, str, str]] = {
+# Okabe and Ito's colours, in an order in which their greys differ; skippy alone has a full line.
+_STYLES: dict[str, tuple[str, Any, str]] = {
     "cold": ("#000000", ":", "x"),
     "llama-cpp": ("#E69F00", "--", "s"),
     "ram-cache": ("#D55E00", "--", "D"),
     "server-1": ("#CC79A7", "-.", "^"),
     "server-n": ("#009E73", "-.", "v"),
     "skippy": ("#0072B2", "-", "o"),
-    "skippy-pool": ("#56B4E9", "-", "P"),
-    "skippy-ram": ("#56B4E9", "-", "X"),
-    "skippy-disk": ("#56B4E9", "-", "*"),
+    "skippy-pool": ("#56B4E9", (0, (1, 1)), "P"),
+    "skippy-ram": ("#4477AA", (0, (3, 1, 1, 1)), "X"),
+    "skippy-disk": ("#88CCEE", (0, (6, 2)), "*"),
 }
 
 
@@ -68,11 +68,15 @@ def _series(figures: dict[str, Any], workload: str, value: str) -> dict[str, lis
 
 def ttft_of(figures: dict[str, Any], workload: str) -> str:
     """Time to first token over the requests, an arm a line, on a logarithmic scale."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     def draw(axes: Any) -> None:
         for name, values in _series(figures, workload, "ttft_ms").items():
             axes.plot(range(1, len(values) + 1), values, label=name, **_style(name))
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("request")
         axes.set_ylabel("time to first token, ms (log)")
         _whole_numbers(axes)
