@@ -47,7 +47,8 @@ bench-more: $(STAMPS)/installed
 	$(BIN)/python benchmarks/disk.py --json benchmarks/results/disk.json
 	$(BIN)/python benchmarks/checkpoints.py --json benchmarks/results/checkpoints.json
 	$(BIN)/python benchmarks/families.py --json benchmarks/results/families.json
-	$(BIN)/python benchmarks/page.py
+	$(BIN)/skippy bench smollm2 --workload chats --chats 8 --turns 2 --out benchmarks/out/eight
+	$(BIN)/python benchmarks/page.py --picture benchmarks/out/eight/bench.json
 
 # An hour's traffic in miniature, bounded in requests and time.
 soak: $(STAMPS)/installed

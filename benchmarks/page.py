@@ -1,6 +1,6 @@
 """Writes BENCHMARKS.md, and the table of README.md, from benchmarks/results/*.json.
 
-    python benchmarks/page.py [--check] [--take bench.json]
+    python benchmarks/page.py [--check] [--take bench.json] [--picture bench.json]
 
 Nothing in BENCHMARKS.md is written by hand.  A figure whose file is not there is "not measured".  With --check nothing
 is written; leaves with 1 if the pages are not what the files say.
@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "BENCHMARKS.md"
 README = ROOT / "README.md"
+PICTURE = ROOT / "docs/memory.svg"
 BETWEEN = re.compile(r"(<!-- bench -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
 
 Row = tuple[str, str, str, "bool | None", str, str]
@@ -249,7 +250,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--take", type=Path, metavar="FILE", help="keep what `skippy bench` wrote, but its requests")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw docs/memory.svg from this bench.json")
     options = parser.parse_args()
+    if options.picture:
+        from skippy.bench.plots import memory_of
+
+        figures = json.loads(options.picture.read_text())
+        PICTURE.write_text(memory_of(figures, figures["workloads"][0]["name"]) + "\n", encoding="utf-8")
     if options.take:
         figures = json.loads(options.take.read_text())
         del figures["requests"]

@@ -283,7 +283,7 @@ def test_the_page_stands_alone_and_says_who_was_not_there() -> None:
     assert "memory of the process, MiB" in page
     figures["problems"] = ["w: something"]
     assert "<li>w: something</li>" in page_of(figures)
-    assert text_of(figures["workloads"][0])[1][:3] == ["cold", "9", "11.0"]
+    assert text_of(figures["workloads"][0])[1][:3] == ["cold", "9", "11.0 (10-11)"]
 
 
 def test_a_replay_with_room_for_all_finds_all_that_is_known() -> None:

@@ -12,7 +12,7 @@ from skippy.bench.play import Played, Row
 from skippy.bench.workloads import Workload
 from skippy.history import Tokens, common_length
 
-__all__ = ["figures_of", "percentiles", "problems"]
+__all__ = ["figures_of", "percentiles", "problems", "workload_figures"]
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -27,13 +27,14 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def figures_of(workloads: Sequence[Workload], arms: Sequence[Arm], played: Played) -> dict[str, Any]:
     """What the report shows, as plain data: for each workload each arm's figures, and the requests."""
     return {
-        "workloads": [_workload(workload, arms, played) for workload in workloads],
+        "workloads": [workload_figures(workload, arms, played) for workload in workloads],
         "arms": {arm.name: {"about": arm.about, "unavailable": arm.unavailable} for arm in arms},
         "requests": [_request(row) for row in played.rows],
     }
 
 
-def _workload(workload: Workload, arms: Sequence[Arm], played: Played) -> dict[str, Any]:
+def workload_figures(workload: Workload, arms: Sequence[Arm], played: Played) -> dict[str, Any]:
+    """One workload's figures, an arm at a time."""
     rows = [row for row in played.rows if row.workload == workload.name]
     first = [row.request for row in rows if row.arm == "cold" and row.round == 0]
     found: dict[str, Any] = {

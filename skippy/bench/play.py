@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 
 import skippy
@@ -87,6 +88,7 @@ def machine(settings: Settings, model: Model) -> dict[str, Any]:
         "skippy": skippy.__version__,
         "llama_cpp_python": VERSION,
         "llama_cpp": BUILD,
+        "llama_cpp_features": llama_cpp.llama_print_system_info().decode(errors="replace").strip(),
     }
 
 
@@ -154,30 +156,35 @@ def play(
     *,
     rounds: int = 1,
     on_request: OnRequest = lambda *_: None,
+    on_workload: Callable[[Workload, Played], None] = lambda *_: None,
 ) -> Played:
     """Measure every workload on every arm, `rounds` times.  `model` is the settings' model, its vocabulary at least.
 
     Cold goes first in the first round, because its answers are what the others are told that was answered.
-    `on_request(workload, arm, round, index, answer)` is called before a request, with None, and after it.
+    `on_request(workload, arm, round, index, answer)` is called before a request, with None, and after it;
+    `on_workload(workload, played)` when a workload has been played on all arms.
     """
     player = _Player(settings, model, on_request)
     there = [arm for arm in arms if arm.unavailable is None]
     cold = next(arm for arm in there if arm.name == "cold")
     others = [arm for arm in there if arm is not cold]
+    played = player.played
     for workload in workloads:
         script = Script(workload, player.start)
+        first = len(played.rows)
         for round_ in range(rounds):
             order = [*others[round_ % max(1, len(others)) :], *others[: round_ % max(1, len(others))]]
             for arm in [cold, *order] if round_ % 2 == 0 else [*reversed(order), cold]:
                 player.run(workload, script, arm, round_)
-    player.played.rows = _judged(player.played.rows, settings)
-    return player.played
+        played.rows[first:] = _judged(played.rows[first:], settings)
+        on_workload(workload, played)
+    return played
 
 
 def _judged(rows: list[Row], settings: Settings) -> list[Row]:
-    """Of answers that leave the cold one, whether they do so at a near tie.  Last, when no arm is running."""
-    cold = {(row.workload, row.index): row.answer["tokens"] for row in rows if row.arm == "cold" and row.round == 0}
-    known: dict[tuple[str, int, tuple[int, ...]], bool] = {}
+    """Of answers that leave the cold one, whether they do so at a near tie.  Only while no arm is running."""
+    cold = {row.index: row.answer["tokens"] for row in rows if row.arm == "cold" and row.round == 0}
+    known: dict[tuple[int, tuple[int, ...]], bool] = {}
     judged = []
     model = None
     try:
@@ -185,14 +192,14 @@ def _judged(rows: list[Row], settings: Settings) -> list[Row]:
             if row.same:
                 judged.append(row)
                 continue
-            key = (row.workload, row.index, tuple(row.answer["tokens"]))
+            key = (row.index, tuple(row.answer["tokens"]))
             if key not in known:
                 model = model or Model(settings.model, n_gpu_layers=settings.n_gpu_layers)
                 runs = ColdRuns(
                     model, n_ctx=settings.n_ctx, n_batch=settings.n_batch, n_threads=settings.threads, flash_attn="on"
                 )
                 prompt = np.array(row.request.prompt, np.int32)
-                parting = runs.parting(prompt, cold[row.workload, row.index], row.answer["tokens"])
+                parting = runs.parting(prompt, cold[row.index], row.answer["tokens"])
                 known[key] = parting is None or parting.near_tie
             judged.append(Row(**{**row.__dict__, "near_tie": known[key]}))
     finally:

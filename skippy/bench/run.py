@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from skippy.bench.arms import Arm
-from skippy.bench.figures import figures_of, problems
+from skippy.bench.figures import figures_of, problems, workload_figures
 from skippy.bench.play import OnRequest, Played, Settings, machine, play
 from skippy.bench.replay import replay
 from skippy.bench.traces import read_trace
@@ -69,17 +69,30 @@ class Run:
 
 
 def run(
-    plan: Run, *, on_request: OnRequest = lambda *_: None, on_start: Callable[[int], None] = lambda requests: None
+    plan: Run,
+    *,
+    on_request: OnRequest = lambda *_: None,
+    on_start: Callable[[int], None] = lambda requests: None,
+    on_workload: Callable[[dict[str, Any]], None] = lambda figures: None,
 ) -> dict[str, Any]:
     """All figures, as plain data: what `bench.json` holds and the page shows.
 
-    `on_start` gets the number of requests that will be sent in all, `on_request` is `play`'s.
+    `on_start` gets the number of requests that will be sent in all, `on_request` is `play`'s, `on_workload` gets the
+    figures of a workload when it has been played.
     """
     with Model(plan.settings.model, vocab_only=True) as model:
         workloads = plan.make(model)
         there = sum(arm.unavailable is None for arm in plan.arms)
         on_start(sum(workload.requests for workload in workloads) * there * plan.rounds)
-        played = play(workloads, plan.arms, plan.settings, model, rounds=plan.rounds, on_request=on_request)
+        played = play(
+            workloads,
+            plan.arms,
+            plan.settings,
+            model,
+            rounds=plan.rounds,
+            on_request=on_request,
+            on_workload=lambda workload, played: on_workload(workload_figures(workload, plan.arms, played)),
+        )
         on = machine(plan.settings, model)
     figures = figures_of(workloads, plan.arms, played)
     for workload in figures["workloads"]:

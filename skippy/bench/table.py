@@ -18,13 +18,15 @@ _NARROW = (0, 1, 3, 5, 8)
 def cells_of(arm: dict[str, Any]) -> list[str]:
     """One arm's figures, as text, in the order of the columns."""
     ttft, held, restore = arm["ttft_ms"], arm["held_bytes"], arm["restore_ms"]
+    low, high = arm["ttft_p50_of_rounds"]
+    median = f"{ttft['p50']:,.1f}" + (f" ({low:,.0f}-{high:,.0f})" if low != high else "")
     answers = f"{arm['same']}"
     if arm["near_ties"]:
         answers += f" + {arm['near_ties']} ties"
     if arm["wrong"]:
         answers += f", {arm['wrong']} not"
     return [
-        f"{arm['evaluated']:,}", f"{ttft['p50']:,.1f}", f"{ttft['p90']:,.1f}", f"{ttft['p99']:,.1f}",
+        f"{arm['evaluated']:,}", median, f"{ttft['p90']:,.1f}", f"{ttft['p99']:,.1f}",
         f"{arm['tokens_per_second']:.1f}", f"{arm['peak_mib']:,.0f}", "" if held is None else f"{held / 2**20:,.1f}",
         "" if restore is None else f"{restore:,.1f}", answers,
     ]  # fmt: skip

@@ -162,7 +162,7 @@ def bench(
 
 
 def _play(plan: Run, console: Console) -> dict[str, Any]:
-    """Play it, with a bar that says what is going on, and print a table for each workload at the end."""
+    """Play it, with a bar that says what is going on, and a table of each workload when it has been played."""
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TimeRemainingColumn(), console=console,
@@ -179,13 +179,14 @@ def _play(plan: Run, console: Console) -> dict[str, Any]:
         def on_start(requests: int) -> None:
             progress.update(task, total=requests)
 
-        figures = run(plan, on_request=on_request, on_start=on_start)
-    for workload in figures["workloads"]:
-        console.print(table_of(workload, wide=console.width >= WIDE))
-        for name, found in workload["arms"].items():
-            if "unavailable" in found:
-                console.print(f"{name} is not there: {found['unavailable']}", style="dim", markup=False, soft_wrap=True)
-    return figures
+        def on_workload(workload: dict[str, Any]) -> None:
+            console.print(table_of(workload, wide=console.width >= WIDE))
+            for name, found in workload["arms"].items():
+                if "unavailable" in found:
+                    why = f"{name} is not there: {found['unavailable']}"
+                    console.print(why, style="dim", markup=False, soft_wrap=True)
+
+        return run(plan, on_request=on_request, on_start=on_start, on_workload=on_workload)
 
 
 def _calibrate(settings: Settings, *, rounds: int, out: Path | None, as_json: bool, console: Console) -> None:
