@@ -335,7 +335,7 @@ class Handler(BaseHTTPRequestHandler):
         pieces = [
             {{"content": "", "tokens": []}},
             {{"content": "a", "tokens": [asked["prompt"][-1]]}},
-            {{"content": "b", "tokens": [asked["n_predict"]]}},
+            {{"content": "b", "tokens": [asked["n_predict"], asked["id_slot"]]}},
             {{"content": "", "tokens": [], "timings": {{"prompt_n": int(arguments["--ctx-size"])}}}},
         ]
         if asked["prompt"] == [666]:
@@ -367,10 +367,10 @@ def settings(model: str) -> dict[str, Any]:
 def test_the_server_is_asked_for_tokens_and_says_how_many_it_evaluated(server: Path, tmp_path: Path) -> None:
     (arm,) = (arm for arm in choose(["server-n"], str(server)) if arm.name == "server-n")
     with started(arm, settings("m.gguf"), conversations=3, folder=tmp_path) as process:
-        answer = process.ask((5, 6, 9), 4)
+        answer = process.ask((5, 6, 9), 4, chat=5)
         with pytest.raises(ArmFailed, match="did not say how many tokens it evaluated"):
             process.ask((666,), 4)
-    assert (answer["tokens"], answer["evaluated"]) == ([9, 4], 300)  # a context of 100 for each of three chats
+    assert (answer["tokens"], answer["evaluated"]) == ([9, 4, 2], 300)  # three slots, each with a context of 100
     assert 0 < answer["ttft_ms"] <= answer["total_ms"]
     assert (answer["peak_kib"] > 0) == os.path.exists("/proc")
 

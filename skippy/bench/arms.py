@@ -30,7 +30,12 @@ ARMS = {
         Arm("llama-cpp", "llama_cpp.Llama as it is: one sequence, its common head reused", "llama_cpp"),
         Arm("ram-cache", "llama_cpp.Llama with LlamaRAMCache", "llama_cpp", {"ram_cache": True}),
         Arm("server-1", "llama-server with one slot and its RAM cache", "llama-server", {"slots": 1}),
-        Arm("server-n", "llama-server with a slot for each chat and its RAM cache", "llama-server", {"slots": 0}),
+        Arm(
+            "server-n",
+            "llama-server with a slot for each chat, named with each request, and its RAM cache",
+            "llama-server",
+            {"slots": 0},
+        ),
         Arm("skippy", "skippy as it comes: pool and RAM, and a folder", "skippy", {"disk": True}),
         Arm("skippy-pool", "skippy with the pool alone", "skippy", {"payload": "resident-kv", "ram": 0}),
         Arm("skippy-ram", "skippy with saved state in RAM alone", "skippy", {"leaves_pool": True}),

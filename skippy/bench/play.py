@@ -133,7 +133,8 @@ class _Player:
             if request is None or (at > first and at in script.restarts):
                 return at
             self.on_request(workload.name, arm.name, round_, at, None)
-            answer = process.ask(request.prompt, request.answer)
+            chats = list(dict.fromkeys(each.conversation for each in script.requests))
+            answer = process.ask(request.prompt, request.answer, chats.index(request.conversation))
             tokens = answer["tokens"] = self._without_end(answer["tokens"])
             if at == len(script.answers):
                 script.note(tokens)

@@ -32,8 +32,8 @@ class Process(Protocol):
 
     loaded_kib: int
 
-    def ask(self, prompt: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
-        """What the request took, as `skippy.bench.worker` says."""
+    def ask(self, prompt: tuple[int, ...], max_tokens: int, chat: int = 0) -> dict[str, Any]:
+        """What the request of conversation number `chat` took, as `skippy.bench.worker` says."""
 
     def close(self) -> None:
         """End it, and wait until it has ended."""
@@ -69,8 +69,9 @@ class Worker:
         assert isinstance(data, dict)
         return data
 
-    def ask(self, prompt: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
+    def ask(self, prompt: tuple[int, ...], max_tokens: int, chat: int = 0) -> dict[str, Any]:
         """See Process."""
+        del chat  # who answers finds out by itself
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode() + b"\n")
         self._process.stdin.flush()
@@ -95,7 +96,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        slots = settings["slots"]
+        slots = self._slots = settings["slots"]
         self._url = f"http://127.0.0.1:{port}"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         command = [
@@ -131,11 +132,11 @@ class Server:
             time.sleep(0.1)
         raise ArmFailed(f"llama-server did not load the model within {_PATIENCE} s")
 
-    def ask(self, prompt: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
+    def ask(self, prompt: tuple[int, ...], max_tokens: int, chat: int = 0) -> dict[str, Any]:
         """See Process."""
         body = {
             "prompt": list(prompt), "n_predict": max_tokens, "temperature": 0.0, "cache_prompt": True, "stream": True,
-            "return_tokens": True, "top_k": 1,
+            "return_tokens": True, "top_k": 1, "id_slot": chat % self._slots,
         }  # fmt: skip
         request = urllib.request.Request(
             f"{self._url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
