@@ -4,7 +4,7 @@
 
 Counted is each method of the compiled tree with all it calls, per call, over a tree of 400 paths of 1,088 tokens.
 Without --store the counts are compared with benchmarks/instructions.json, which holds them by Python version and
-processor family: leaves with 1 where one is more than 10 % above what is stored, or half as much again where nothing is
+processor family: leaves with 1 where one is more than 15 % above what is stored, or half as much again where nothing is
 stored for this Python, because the interpreter's own calls are counted too.  Valgrind is needed.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 STORED = Path(__file__).with_name("instructions.json")
-TOLERANCE, TOLERANCE_ELSEWHERE = 1.10, 1.50
+TOLERANCE, TOLERANCE_ELSEWHERE = 1.15, 1.50  # addresses differ from run to run, and with them what is hashed
 PREFIXES, PATHS, SHARED, TAIL = 8, 400, 1024, 64
 CALLS = 200
 METHODS = ("match", "insert", "put", "take", "victim", "touch", "lock", "unlock")

@@ -195,7 +195,8 @@ def page() -> str:
         on = bench["machine"]
         parts.append(
             f"\nMeasured on {on['processor']}, {bench['settings']['threads']} threads, Python {on['python']}, "
-            f"llama-cpp-python {on['llama_cpp_python']}, {on['model']}. Ratios and bounds hold for this machine.\n"
+            f"llama-cpp-python {on['llama_cpp_python']}, {on['model'] or on['file']}. "
+            "Ratios and bounds hold for this machine.\n"
         )
     for name, (rows_of, title) in SOURCES.items():
         found = result(name)

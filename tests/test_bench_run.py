@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 from skippy import cli
 from skippy.bench.arms import choose
 from skippy.bench.calibrate import calibrate
-from skippy.bench.play import Settings
+from skippy.bench.play import Settings, TooLong
+from skippy.bench.processes import ArmFailed
 from skippy.bench.run import Run, run
 from skippy.bench.workloads import Knobs, Lengths
 
@@ -73,6 +75,21 @@ def test_rounds_are_played_in_changed_order(tiny: Callable[[str], Path]) -> None
     arm = figures["workloads"][0]["arms"]["skippy"]
     assert arm["evaluated"] >= figures["workloads"][0]["least"]
     assert arm["ttft_p50_of_rounds"][0] <= arm["ttft_ms"]["p50"] <= arm["ttft_p50_of_rounds"][1]
+
+
+def test_a_request_that_does_not_fit_is_named(tiny: Callable[[str], Path]) -> None:
+    settings = Settings(tiny("llama"), n_ctx=512, n_batch=128, threads=1)
+    knobs = Knobs(1, 3, Lengths("fixed", 460), Lengths("fixed", 60), Lengths("fixed", 20), 4)
+    with pytest.raises(TooLong, match=r"request 1 of growing has 521 tokens and an answer of 4, the context 512: give"):
+        run(Run(settings, choose(["cold"], None), ["growing"], knobs))
+
+
+def test_a_cold_run_that_fails_ends_it(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(
+        ArmFailed, match="the cold run of growing, to which all are compared, failed: its process ended"
+    ):
+        run(plan(tiny("llama"), ["cold"], ["growing"]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falconh1"])

@@ -22,9 +22,10 @@ from skippy.bench.processes import ArmFailed, Process, started
 from skippy.bench.script import Request, Script
 from skippy.bench.workloads import Workload
 from skippy.demo.evidence import ColdRuns
+from skippy.errors import SkippyError
 from skippy.model import Model
 
-__all__ = ["Played", "Row", "Settings", "machine", "play"]
+__all__ = ["Played", "Row", "Settings", "TooLong", "machine", "play"]
 
 # Other words than any workload has, so that nobody gains from them.
 _WARM_UP = 24
@@ -79,7 +80,7 @@ def machine(settings: Settings, model: Model) -> dict[str, Any]:
     except OSError:
         pass
     return {
-        "model": model.description,
+        "model": model.description or settings.model.stem,  # without its weights a model does not describe itself
         "file": settings.model.name,
         "processor": processor,
         "cores": os.cpu_count(),
@@ -90,6 +91,10 @@ def machine(settings: Settings, model: Model) -> dict[str, Any]:
         "llama_cpp": BUILD,
         "llama_cpp_features": llama_cpp.llama_print_system_info().decode(errors="replace").strip(),
     }
+
+
+class TooLong(SkippyError):
+    """A request does not fit into the context."""
 
 
 OnRequest = Callable[[str, str, int, int, "dict[str, Any] | None"], None]
@@ -132,6 +137,11 @@ class _Player:
                 request = script.next()
             if request is None or (at > first and at in script.restarts):
                 return at
+            if len(request.prompt) + request.answer > self.settings.n_ctx:
+                raise TooLong(
+                    f"request {at + 1} of {workload.name} has {len(request.prompt)} tokens and an answer of "
+                    f"{request.answer}, the context {self.settings.n_ctx}: give a larger --n-ctx, or shorter lengths"
+                )
             self.on_request(workload.name, arm.name, round_, at, None)
             chats = list(dict.fromkeys(each.conversation for each in script.requests))
             answer = process.ask(request.prompt, request.answer, chats.index(request.conversation))
@@ -161,7 +171,8 @@ def play(
 ) -> Played:
     """Measure every workload on every arm, `rounds` times.  `model` is the settings' model, its vocabulary at least.
 
-    Cold goes first in the first round, because its answers are what the others are told that was answered.
+    Cold goes first in the first round, because its answers are what the others are told that was answered.  ArmFailed
+    where it fails, TooLong where a request does not fit into the context; what happens to other arms is in `failed`.
     `on_request(workload, arm, round, index, answer)` is called before a request, with None, and after it;
     `on_workload(workload, played)` when a workload has been played on all arms.
     """
@@ -177,6 +188,8 @@ def play(
             order = [*others[round_ % max(1, len(others)) :], *others[: round_ % max(1, len(others))]]
             for arm in [cold, *order] if round_ % 2 == 0 else [*reversed(order), cold]:
                 player.run(workload, script, arm, round_)
+                if arm is cold and (why := played.failed.get((workload.name, cold.name))) is not None:
+                    raise ArmFailed(f"the cold run of {workload.name}, to which all are compared, failed: {why}")
         played.rows[first:] = _judged(played.rows[first:], settings)
         on_workload(workload, played)
     return played
