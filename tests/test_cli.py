@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import re
@@ -149,6 +150,19 @@ def test_a_folder_that_cannot_be_made_is_one_line_and_2(
     (tmp_path / "file").write_text("")
     assert main(monkeypatch, "bench", "m.gguf", "--out", tmp_path / "file") == 2
     assert re.fullmatch(r"skippy: \[Errno 17\] File exists: '.*/file'\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_where_nothing_can_be_drawn_it_is_said_before_anything_is_measured(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else real(name, *more)
+    )
+    assert main(monkeypatch, command, "--out", tmp_path / "out") == 2
+    assert "--out draws with matplotlib, which is not installed: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", [["status"], ["ls"], ["prune", "--to", "0"], ["clear"], ["check"]])

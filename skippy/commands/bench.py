@@ -21,7 +21,7 @@ from skippy.bench.play import Settings
 from skippy.bench.run import Run, run
 from skippy.bench.table import WIDE, table_of
 from skippy.bench.workloads import SIZES, WORKLOADS, Knobs, Lengths
-from skippy.commands.options import EXIT_FAILED, AsJson, MaybeModel, Threads, chosen_model
+from skippy.commands.options import EXIT_FAILED, AsJson, MaybeModel, Threads, chosen_model, folder_for_plots
 from skippy.commands.store import size_text
 from skippy.sizes import parse_size
 
@@ -123,8 +123,7 @@ def bench(
         ram_bytes=_size(ram),
     )
     console = Console(stderr=as_json)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+    folder_for_plots(out)
     if calibration:
         _calibrate(settings, rounds=max(3, rounds), out=out, as_json=as_json, console=console)
         return

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from skippy.commands.options import EXIT_FAILED, AsJson, Threads, chosen_model
+from skippy.commands.options import EXIT_FAILED, AsJson, Threads, chosen_model, folder_for_plots
 from skippy.commands.playing import play_with_progress
 
 __all__ = ["demo"]
@@ -37,6 +37,7 @@ def demo(
     """
     from skippy.demo.show import as_data, tables, verdict
 
+    folder_for_plots(out)
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = 132
@@ -49,7 +50,6 @@ def demo(
     if out is not None:
         from skippy.demo.plot import plot_ttft
 
-        out.mkdir(parents=True, exist_ok=True)
         (out / "demo.json").write_text(json.dumps(data, indent=1) + "\n")
         plot_ttft(outcome.rows, out / "ttft.png", f"{outcome.machine['model']}, {outcome.machine['threads']} threads")
         console.print(f"plot and data: {out / 'ttft.png'}, {out / 'demo.json'}", soft_wrap=True)

@@ -26,6 +26,7 @@ __all__ = [
     "chosen_model",
     "configured",
     "example",
+    "folder_for_plots",
     "packaged_model",
 ]
 
@@ -74,6 +75,15 @@ def packaged_model(name: str = "smollm2") -> Path:
             return path
     parts = importlib.import_module(package)
     return Path(parts.assemble(Path(sys.prefix) / "models" / parts.MODEL_NAME))
+
+
+def folder_for_plots(out: Path | None) -> None:
+    """Make the folder of `--out`, before anything is measured.  CommandError where nothing can be drawn."""
+    if out is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--out draws with matplotlib, which is not installed: pip install 'matplotlib>=3.9,<4'")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def chosen_model(model: Path | None) -> Path:
