@@ -283,6 +283,8 @@ def test_the_page_stands_alone_and_says_who_was_not_there() -> None:
     assert "memory of the process, MiB" in page
     figures["problems"] = ["w: something"]
     assert "<li>w: something</li>" in page_of(figures)
+    head, cold, *_ = text_of(figures["workloads"][0])
+    assert dict(zip(head, cold, strict=True))["look-up, ms"] == "0.0"
     assert text_of(figures["workloads"][0])[1][:3] == ["cold", "9", "11.0 (10-11)"]
 
 

@@ -12,6 +12,7 @@ WIDE = 120  # columns of a terminal in which everything has room
 
 _COLUMNS = ("evaluated", "TTFT p50", "p90", "p99, ms", "tokens/s", "peak, MiB", "held, MiB", "restore, ms", "as cold")
 
+_MORE = {"look-up, ms": "lookup_ms", "save, ms": "save_ms"}
 _NARROW = (0, 1, 3, 5, 8)
 
 
@@ -50,11 +51,12 @@ def table_of(workload: dict[str, Any], *, wide: bool = True) -> Table:
 
 
 def text_of(workload: dict[str, Any]) -> list[list[str]]:
-    """The same as rows of text, the first one the heads."""
-    rows = [["arm", *_COLUMNS]]
+    """The same as rows of text, with more columns, the first one the heads."""
+    rows = [["arm", *_COLUMNS, *_MORE]]
     for name, arm in workload["arms"].items():
         if "unavailable" in arm:
-            rows.append([name, f"not there: {arm['unavailable']}", *[""] * (len(_COLUMNS) - 1)])
+            rows.append([name, f"not there: {arm['unavailable']}", *[""] * (len(rows[0]) - 2)])
         else:
-            rows.append([name, *cells_of(arm)])
+            more = ["" if arm[key] is None else f"{arm[key]:,.1f}" for key in _MORE.values()]
+            rows.append([name, *cells_of(arm), *more])
     return rows
