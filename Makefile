@@ -30,20 +30,21 @@ lint: $(STAMPS)/installed
 	$(BIN)/mypy
 
 # Under twenty minutes on two cores; nothing else may run meanwhile.
+BENCH ?= --rounds 2
 bench: $(STAMPS)/installed
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index.json
 	$(BIN)/python benchmarks/state.py --json benchmarks/results/state.json
 	$(BIN)/python benchmarks/policy.py --json benchmarks/results/policy.json
 	$(BIN)/python benchmarks/overhead.py --pairs 16 --json benchmarks/results/overhead.json
-	command -v valgrind >/dev/null && $(BIN)/python benchmarks/instructions.py --json benchmarks/results/instructions.json || true
+	if command -v valgrind >/dev/null; then $(BIN)/python benchmarks/instructions.py --json benchmarks/results/instructions.json; fi
 	$(BIN)/skippy bench smollm2 --out benchmarks/out $(BENCH)
 	$(BIN)/python benchmarks/page.py --take benchmarks/out/bench.json
 
 # What else is measured; with `make bench` more than twenty minutes.
 bench-more: $(STAMPS)/installed
 	mkdir -p benchmarks/results
-	$(BIN)/python benchmarks/lanes.py --json benchmarks/results/lanes.json
+	$(BIN)/python benchmarks/lanes.py --rounds 4 --json benchmarks/results/lanes.json
 	$(BIN)/python benchmarks/disk.py --json benchmarks/results/disk.json
 	$(BIN)/python benchmarks/checkpoints.py --json benchmarks/results/checkpoints.json
 	$(BIN)/python benchmarks/families.py --json benchmarks/results/families.json

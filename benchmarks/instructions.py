@@ -1,4 +1,4 @@
-"""Instructions that the tree's hot operations take, counted by callgrind: the same on every run, whatever else goes on.
+"""Instructions that the tree's hot operations take, counted by callgrind: much the same on every run.
 
     python benchmarks/instructions.py [--store] [--json FILE]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shutil
@@ -71,9 +72,8 @@ def counted() -> dict[str, float]:
             "valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", "--compress-strings=no", "--compress-pos=no",
             sys.executable, __file__, "--operations",
         ]  # fmt: skip
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={"PYTHONHASHSEED": "0", "PYTHONMALLOC": "malloc"}
-        )
+        settings = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONMALLOC": "malloc"}
+        done = subprocess.run(command, capture_output=True, text=True, env=settings)
         if done.returncode:
             raise RuntimeError(f"valgrind ended with {done.returncode}: {done.stderr[-500:]}")
         return per_call(out.read_text(errors="replace"))

@@ -4,9 +4,9 @@
 
 On a tiny model with random weights, because what is looked at is the machinery: nothing fails, llama.cpp never says
 "failed to find a memory slot", the process does not grow once its caps are full, and a sample of the answers equals
-cold runs (where they part, at a proven near tie).  The pool is a tenth of what the conversations need, RAM for saved
-state a fifth: that is full after a fifth of the requests, and what is remembered of paths that have left after six
-tenths; in the last third the process may not grow by more than 2 MiB.  Leaves with 1 if anything of it does not hold.
+cold runs (where they part, at a proven near tie).  The pool is a tenth of what the conversations need, and so is RAM
+for saved state: that is full after a tenth of the requests, and what is remembered of paths that have left before half
+of them; in the last third the process may not grow by more than 2 MiB.  Leaves with 1 if anything of it does not hold.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(options.family, Path(folder) / "model.gguf")
-        cache = skippy.CacheConfig(min_tokens=16, ram=need * 600 // 5)
+        cache = skippy.CacheConfig(min_tokens=16, ram=need * 600 // 10)
         with skippy.Runtime(path, n_ctx=n_ctx, n_batch=256, lanes=4, n_threads=1, cache=cache) as rt:
             rng = np.random.default_rng(0)
             system = rng.integers(5, 384, SYSTEM).tolist()
@@ -95,7 +95,7 @@ def main() -> None:
                         free = [i for i in range(options.conversations) if i not in busy]
                         conversation = int(own.choice(free))
                         busy.add(conversation)
-                        if number % (options.requests // 20) == 0:
+                        if number % max(1, options.requests // 20) == 0:
                             memory.append(resident_kib())
                     history = histories[conversation]
                     prompt = [*history, *own.integers(5, 384, TURN).tolist()]
@@ -165,6 +165,8 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
+    if sum(outcomes.values()) != options.requests or len(memory) < 20:
+        sys.exit("not all requests were made: give more --seconds, and at least 20 --requests over 8 --conversations")
     known = set(skippy.report.REASONS) | {"closed"}
     wrong = {outcome: n for outcome, n in outcomes.items() if outcome not in known}
     if wrong or heard.found or result["failures"] or result["sample_wrong"] or left or grown["two_thirds"] > 2048:

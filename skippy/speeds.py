@@ -86,7 +86,7 @@ class Speeds:
         self._disk = _Rate()
         self._save = _Rate()
         self._price = _Price()
-        self._doubt = 1.0  # of what was measured of restoring, where it was declined since
+        self._doubt = {"ram": 1.0, "disk": 1.0}  # of what was measured of restoring, where it was declined since
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Note that `tokens` prompt tokens were evaluated in `seconds`."""
@@ -95,7 +95,7 @@ class Speeds:
     def restored(self, nbytes: int, seconds: float, tier: str = "ram") -> None:
         """Note that `nbytes` of saved state were restored from a tier in `seconds`."""
         (self._disk if tier == "disk" else self._restore).add(nbytes, seconds)
-        self._doubt = 1.0
+        self._doubt[tier] = 1.0
 
     def saved(self, nbytes: int, seconds: float) -> None:
         """Note that `nbytes` of state were saved in `seconds`."""
@@ -148,11 +148,12 @@ class Speeds:
 
     def declined(self) -> None:
         """A restore was not made because it looked too dear: believe that a little less, so that it is tried again."""
-        self._doubt *= 0.8
+        for tier in self._doubt:
+            self._doubt[tier] *= 0.8
 
     def worth_restoring(self, nbytes: int, tokens: int, tier: str = "ram") -> bool:
         """Whether bringing back `nbytes` is cheaper than evaluating `tokens`; True until both were measured."""
         speed = self.restore_from_disk if tier == "disk" else self.restore
         if self.prefill is None or speed is None:
             return True
-        return self._doubt * nbytes / speed < tokens / self.prefill
+        return self._doubt[tier] * nbytes / speed < tokens / self.prefill

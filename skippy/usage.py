@@ -15,12 +15,13 @@ class Ghosts:
     """Paths whose state was evicted, and how they were used: the least recent go beyond `capacity` tokens.
 
     A tree, because the next prompt shares the head of such a path, and seldom all of it.  It holds tokens alone, no
-    more than half a million: ghosts as in 2Q are worth having while they are about as many as what is held, and a
-    profile takes a kilobyte.
+    more than half a million, of at least 32 a path: ghosts as in 2Q are worth having while they are about as many as
+    what is held, and a profile takes a kilobyte.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = min(capacity, 1 << 19)
+        self.entries = max(1024, self.capacity // 32)
         self.tree = RadixTree()
 
     def add(self, namespace: str, tokens: Tokens, profile: Profile) -> None:
@@ -33,8 +34,11 @@ class Ghosts:
             self.tree.take(node, "resident")
             node = self.tree.insert(namespace, tokens)
         self.tree.put(node, "resident", join(before or (), profile))
-        while self.tree.stats()["tokens"] > self.capacity and (oldest := self.tree.victim("resident")) is not None:
+        while self._over() and (oldest := self.tree.victim("resident")) is not None:
             self.tree.take(oldest, "resident")
+
+    def _over(self) -> bool:
+        return self.tree.count("resident") > self.entries or self.tree.stats()["tokens"] > self.capacity
 
     def find(self, namespace: str, tokens: Tokens) -> Profile:
         """How the head that this prompt has in common with one of them was used.  O(tokens in common)."""

@@ -155,7 +155,7 @@ def test_a_trace_of_chats_asks_once_for_each_user_message(tmp_path: Path) -> Non
     workload = read_trace(path, writer(), render, answer=5)
     assert [step.new for step in workload.steps if isinstance(step, Ask)] == [(115, 97), (115, 97, 98, 99)]
     assert all(isinstance(step, Ask) and step.alone and step.answer == 5 for step in workload.steps)
-    assert (workload.name, workload.conversations) == ("chats", 1)
+    assert (workload.name, workload.conversations) == ("trace:chats", 1)
 
 
 def test_blocks_with_one_hash_are_the_same_tokens(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, why: str) -> None:
 
 
 def played(
-    evaluated: dict[str, list[int]], ttft: dict[str, list[float]], wrong: tuple[str, ...] = ()
+    evaluated: dict[str, list[int]], ttft: dict[str, list[float]], wrong: tuple[str, ...] = (), rounds: int = 2
 ) -> dict[str, Any]:
     """The figures of a workload of two requests, in two rounds, on arms that took what they are said to take."""
     workload = Workload("w", "two requests", (Ask("a", (1, 2, 3), 2), Ask("a", (4,), 2)))
@@ -206,10 +206,11 @@ def played(
     rows = []
     for name, tokens in evaluated.items():
         for i, n in enumerate(tokens):
-            for round_ in range(2):
+            for round_ in range(rounds):
                 answer = {
-                    "tokens": [7, 8], "ttft_ms": ttft[name][i] + round_, "total_ms": ttft[name][i] + 100,
-                    "evaluated": n, "held_bytes": 2**20, "memory_kib": 3072, "peak_kib": 4096, "restore_ms": 1.5,
+                    "tokens": [9, 8] if name in wrong else [7, 8], "ttft_ms": ttft[name][i] + round_,
+                    "total_ms": ttft[name][i] + 100, "evaluated": n, "held_bytes": 2**20, "memory_kib": 3072, "peak_kib": 4096,
+                    "restore_ms": 1.5,
                     "lookup_ms": 0.0, "save_ms": 0.0,
                 }  # fmt: skip
                 same = name not in wrong
@@ -259,11 +260,25 @@ def test_a_median_that_is_lower_is_explained() -> None:
     ]
 
 
+def test_of_one_round_nobody_knows_how_far_its_medians_move() -> None:
+    figures = played({"cold": [3, 6], "skippy": [3, 2]}, {"cold": [9.0, 20.0], "skippy": [15.0, 16.0]}, rounds=1)
+    assert problems(figures) == [
+        "w: TTFT p50 of cold is 9.0 ms, of skippy 15.0 ms: there was one round, so how far medians move is not known"
+    ]
+
+
+def test_skippy_without_figures_is_a_problem_and_not_the_best() -> None:
+    figures = played({"cold": [3, 6]}, {"cold": [9.0, 20.0]})
+    figures["workloads"][0]["arms"]["skippy"] = {"unavailable": "it crashed"}
+    assert problems(figures) == ["w: skippy has no figures: it crashed"]
+
+
 def test_an_arm_is_measured_by_its_own_answers() -> None:
     """Its answer left the cold one, so what is sent next is new to it from there on."""
-    figures = played({"cold": [3, 6], "skippy": [3, 3]}, {"cold": [9.0, 20.0], "skippy": [1.0, 1.0]})
-    assert figures["workloads"][0]["arms"]["skippy"]["least"] == 3 + 2  # [7] of [7, 8] was evaluated
-    assert figures["workloads"][0]["arms"]["cold"]["least"] == 3 + 2
+    evaluated, ttft = {"cold": [3, 6], "skippy": [3, 3]}, {"cold": [9.0, 20.0], "skippy": [1.0, 1.0]}
+    arms = played(evaluated, ttft, wrong=("skippy",))["workloads"][0]["arms"]
+    assert arms["cold"]["least"] == 3 + 2  # of its answer [7, 8] the 7 was evaluated
+    assert arms["skippy"]["least"] == 3 + 3  # it answered [9, 8]
 
 
 def test_the_page_stands_alone_and_says_who_was_not_there() -> None:

@@ -71,7 +71,7 @@ def test_rounds_are_played_in_changed_order(tiny: Callable[[str], Path]) -> None
             order.append((round_, arm))
 
     figures = run(plan(tiny("llama"), ["llama-cpp", "skippy"], ["nothing"], rounds=2), on_request=note)
-    assert order == [(0, "cold"), (0, "llama-cpp"), (0, "skippy"), (1, "llama-cpp"), (1, "skippy"), (1, "cold")]
+    assert order == [(0, "cold"), (0, "llama-cpp"), (0, "skippy"), (1, "skippy"), (1, "llama-cpp"), (1, "cold")]
     arm = figures["workloads"][0]["arms"]["skippy"]
     assert arm["evaluated"] >= figures["workloads"][0]["least"]
     assert arm["ttft_p50_of_rounds"][0] <= arm["ttft_ms"]["p50"] <= arm["ttft_p50_of_rounds"][1]
@@ -126,7 +126,7 @@ def test_the_command_writes_data_and_a_page(tiny: Callable[[str], Path], tmp_pat
     figures = json.loads(result.stdout)
     assert figures == json.loads((tmp_path / "out/bench.json").read_text())
     (workload,) = figures["workloads"]
-    assert (workload["name"], workload["prompt_tokens"]) == ("trace", 160 + 234 + 2)  # with a BOS token each
+    assert (workload["name"], workload["prompt_tokens"]) == ("trace:trace", 160 + 234 + 2)  # with a BOS token each
     assert workload["arms"]["skippy"]["evaluated"] == workload["least"]
     assert workload["arms"]["server-1"] == {"unavailable": f"{tmp_path}/none is no program"}
     page = (tmp_path / "out/bench.html").read_text()

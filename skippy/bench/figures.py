@@ -68,6 +68,7 @@ def _arm(rows: list[Row], loaded_kib: int) -> dict[str, Any]:
     most = max(by_round, key=lambda each: sum(row.answer["evaluated"] for row in each))
     return {
         "ttft_ms": percentiles([answer["ttft_ms"] for answer in answers]),
+        "rounds": len(rounds),
         "ttft_p50_of_rounds": [min(medians), max(medians)],
         "evaluated": sum(row.answer["evaluated"] for row in most),
         "least": _least(most),
@@ -120,6 +121,9 @@ def problems(figures: dict[str, Any]) -> list[str]:
     for workload in figures["workloads"]:
         arms = {name: arm for name, arm in workload["arms"].items() if "unavailable" not in arm}
         ours = {name: arm for name, arm in arms.items() if name.startswith("skippy")}
+        for name, arm in workload["arms"].items():
+            if name.startswith("skippy") and name not in ours:
+                found.append(f"{workload['name']}: {name} has no figures: {arm['unavailable']}")
         others = {name: arm for name, arm in arms.items() if name not in ours}
         for name, arm in ours.items():
             if arm["wrong"]:
@@ -144,6 +148,8 @@ def _why(other: dict[str, Any], mine: dict[str, Any]) -> str:
     """Why another arm's median is lower, as far as the figures tell."""
     if other["evaluated"] < mine["evaluated"]:
         return "it evaluated fewer tokens"
+    if other["rounds"] < 2:
+        return "there was one round, so how far medians move is not known"
     low, high = (
         max(other["ttft_p50_of_rounds"][0], mine["ttft_p50_of_rounds"][0]),
         min(other["ttft_p50_of_rounds"][1], mine["ttft_p50_of_rounds"][1]),

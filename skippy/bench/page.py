@@ -33,7 +33,7 @@ def page_of(figures: dict[str, Any]) -> str:
         "time. Times are percentiles over all requests of all rounds; lower is better everywhere but for tokens/s. "
         "Plots show medians over rounds.</p>",
         _arms(figures["arms"]),
-        _notes(figures["problems"]),
+        _notes(figures),
     ]
     for workload in workloads:
         parts.append(_section(figures, workload))
@@ -59,7 +59,10 @@ def _arms(arms: dict[str, Any]) -> str:
     return f"<dl>{''.join(lines)}</dl>"
 
 
-def _notes(problems: list[str]) -> str:
+def _notes(figures: dict[str, Any]) -> str:
+    problems = figures["problems"]
+    if not all("skippy" in workload["arms"] for workload in figures["workloads"]):
+        return "<p>Skippy as it comes was not among the arms.</p>"
     if not problems:
         return (
             "<p>On every workload skippy evaluated no more tokens than any other arm, and its median time to first "

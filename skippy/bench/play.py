@@ -185,8 +185,12 @@ def play(
         script = Script(workload, player.start)
         first = len(played.rows)
         for round_ in range(rounds):
-            order = [*others[round_ % max(1, len(others)) :], *others[: round_ % max(1, len(others))]]
-            for arm in [cold, *order] if round_ % 2 == 0 else [*reversed(order), cold]:
+            first_of_all = (round_ // 2) % max(1, len(others))
+            order = [cold, *others[first_of_all:], *others[:first_of_all]]
+            for arm in order if round_ % 2 == 0 else reversed(order):
+                if arm.settings.get("slots") == 0 and workload.conversations == 1:
+                    played.failed[workload.name, arm.name] = "there is one chat, so it would be server-1 once more"
+                    continue
                 player.run(workload, script, arm, round_)
                 if arm is cold and (why := played.failed.get((workload.name, cold.name))) is not None:
                     raise ArmFailed(f"the cold run of {workload.name}, to which all are compared, failed: {why}")

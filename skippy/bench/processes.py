@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
 import subprocess
@@ -20,7 +21,8 @@ from skippy.errors import SkippyError
 
 __all__ = ["ArmFailed", "Process", "started"]
 
-_PATIENCE = 600  # seconds for a model to load
+_PATIENCE = 600  # seconds for a model to load, or for a process to end
+_SLOTS = 16  # at most: each has a context of its own
 
 
 class ArmFailed(SkippyError):
@@ -60,33 +62,42 @@ class Worker:
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            self._errors.seek(0)
-            said = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-            raise ArmFailed(f"its process ended with {code}: {said[-1] if said else 'it said nothing'}")
+        if not line.endswith(b"\n"):
+            raise self._ended()
         data = json.loads(line)
         assert isinstance(data, dict)
         return data
+
+    def _ended(self) -> ArmFailed:
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return ArmFailed(f"its process ended with {code}: {said[-1] if said else 'it said nothing'}")
 
     def ask(self, prompt: tuple[int, ...], max_tokens: int, chat: int = 0) -> dict[str, Any]:
         """See Process."""
         del chat  # who answers finds out by itself
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # it has ended, and reading says why
+            self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode() + b"\n")
+            self._process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
         """See Process."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None and stream is self._process.stdin:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        failed = self._ended() if self._process.wait() else None
+        self._process.stdout.close()
         self._errors.close()
+        if failed is not None and sys.exc_info()[0] is None:  # else what came before says more
+            raise failed
 
 
 class Server:
@@ -154,7 +165,7 @@ class Server:
                         first = time.perf_counter()
                     tokens += data.get("tokens") or []
                     timings = data.get("timings") or timings
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise ArmFailed(f"llama-server did not answer: {error}") from error
         total = time.perf_counter() - began
         if "prompt_n" not in timings:
@@ -186,7 +197,7 @@ def started(arm: Arm, settings: dict[str, Any], *, conversations: int, folder: P
     """The process of an arm, with its model loaded and warm; it has ended when the block ends.  ArmFailed."""
     settings = {**settings, **arm.settings, "kind": arm.kind, "folder": str(folder)}
     if arm.kind == "llama-server":
-        settings["slots"] = settings["slots"] or conversations
+        settings["slots"] = settings["slots"] or min(conversations, _SLOTS)
     process: Process = Server(settings) if arm.kind == "llama-server" else Worker(settings)
     try:
         yield process

@@ -44,16 +44,17 @@ def read_trace(
                 raise TraceError(f"{where} is {type(data).__name__}, expected an object with messages or hash_ids")
             if "messages" in data:
                 steps += _chat(data["messages"], where, render, answer)
+                conversations += 1
             elif "hash_ids" in data:
                 steps.append(_blocks(data, where, writer, answer, block))
             else:
                 raise TraceError(f"{where} has {', '.join(data) or 'nothing'}, expected messages or hash_ids")
-            conversations += 1
             if most is not None and len(steps) >= most:
                 break
     if not steps:
         raise TraceError(f"{path.name} holds no request")
-    return Workload(path.stem, f"the requests of {path.name}", tuple(steps[:most]), conversations)
+    # Other names than the workloads' own, and one slot for requests of which nobody says whose they are.
+    return Workload(f"trace:{path.stem}", f"the requests of {path.name}", tuple(steps[:most]), max(1, conversations))
 
 
 def _chat(messages: Any, where: str, render: Render, answer: int) -> list[Ask]:

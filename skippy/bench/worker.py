@@ -144,6 +144,7 @@ class Skippy:
             n_threads=settings["threads"],
             n_gpu_layers=settings["n_gpu_layers"],
             lanes=1,
+            flash_attn="on",
             cache=skippy.CacheConfig.model_validate(config),
         )
         self.leaves_ram = settings.get("leaves_ram", False)
