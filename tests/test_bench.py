@@ -209,9 +209,8 @@ def played(
             for round_ in range(rounds):
                 answer = {
                     "tokens": [9, 8] if name in wrong else [7, 8], "ttft_ms": ttft[name][i] + round_,
-                    "total_ms": ttft[name][i] + 100, "evaluated": n, "held_bytes": 2**20, "memory_kib": 3072, "peak_kib": 4096,
-                    "restore_ms": 1.5,
-                    "lookup_ms": 0.0, "save_ms": 0.0,
+                    "total_ms": ttft[name][i] + 100, "evaluated": n, "held_bytes": 2**20, "memory_kib": 3072,
+                    "peak_kib": 4096, "restore_ms": 1.5, "lookup_ms": 0.0, "save_ms": 0.0,
                 }  # fmt: skip
                 same = name not in wrong
                 rows.append(Row("w", name, round_, i, requests[i], answer, same, None if same else False))
@@ -399,3 +398,28 @@ def test_an_arm_that_cannot_start_says_why(server: Path, tmp_path: Path) -> None
         stack.enter_context(started(arm, settings("broken.gguf"), conversations=1, folder=tmp_path))
     with pytest.raises(ArmFailed, match=r"its process ended with 1: .*ModelError: "):
         stack.enter_context(started(ARMS["skippy"], settings("missing.gguf"), conversations=1, folder=tmp_path))
+
+
+WORKER = """#!{python}
+import sys
+print('{{"ready": true, "memory_kib": 1}}', flush=True)
+sys.stdin.readline()
+print('{{"tokens": [1]}}', flush=True)
+sys.exit("killed")
+"""
+
+
+def test_a_process_that_dies_costs_its_arm_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "python"
+    path.write_text(WORKER.format(python=sys.executable))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+    def answers(asks: int) -> list[dict[str, Any]]:
+        with started(ARMS["skippy"], settings("m.gguf"), conversations=1, folder=tmp_path) as process:
+            return [process.ask((5,), 2) for _ in range(asks)]
+
+    with pytest.raises(ArmFailed, match="its process ended with 1: killed"):
+        answers(3)
+    with pytest.raises(ArmFailed, match="its process ended with 1: killed"):
+        answers(1)  # all was answered, but it did not end as it should
