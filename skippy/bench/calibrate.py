@@ -11,7 +11,7 @@ import numpy as np
 
 import skippy
 from skippy.bench.play import Settings, machine
-from skippy.room import KINDS
+from skippy.bench.tiers import leave_pool, leave_ram, open_runtime
 
 __all__ = ["break_even", "calibrate"]
 
@@ -35,19 +35,9 @@ class _Bench:
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         config = skippy.CacheConfig(ram=settings.ram_bytes, disk=folder, min_tokens=16, logits_bytes=0)
-        self.rt = skippy.Runtime(
-            settings.model,
-            n_ctx=settings.n_ctx,
-            n_batch=settings.n_batch,
-            n_ubatch=settings.n_batch,
-            n_threads=settings.threads,
-            n_gpu_layers=settings.n_gpu_layers,
-            lanes=1,
-            cache=config,
-        )
-        self.cache = self.rt.cache
+        self.rt = open_runtime(settings.as_dict(), config)
         # Whether it is worth it is what is being asked.
-        self.cache.speeds.worth_restoring = lambda *_: True  # type: ignore[method-assign]
+        self.rt.cache.speeds.worth_restoring = lambda *_: True  # type: ignore[method-assign]
         self.rng = np.random.default_rng(1)
 
     def words(self, n: int) -> list[int]:
@@ -58,22 +48,6 @@ class _Bench:
         began = time.perf_counter()
         reuse = self.rt.generate(prompt, max_tokens=0).reuse
         return time.perf_counter() - began, reuse
-
-    def to_ram(self) -> None:
-        with self.rt._step():
-            while self.cache.space.evict_resident("calibration", weigh=False):
-                pass
-
-    def to_disk(self) -> None:
-        self.to_ram()
-        with self.rt._step():
-            assert self.cache.spill is not None
-            assert self.cache.disk is not None
-            self.cache.spill.everything()
-            self.cache.disk.flush()
-            for kind in KINDS:
-                for node in self.cache.tree.entries(kind):
-                    self.cache.shelf.drop(node, kind, "calibration")
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
@@ -102,14 +76,15 @@ def _measure(bench: _Bench, settings: Settings, rounds: int) -> dict[str, Any]:
     bench.seconds(bench.words(32))  # the first batch pays for its buffers
     prefill: dict[int, list[float]] = {}
     restores: dict[str, list[tuple[int, float]]] = {"ram": [], "disk": []}
-    moves = {"ram": bench.to_ram, "disk": bench.to_disk}
+    moves = {"ram": (leave_pool,), "disk": (leave_pool, leave_ram)}
     for _ in range(rounds):
         for n in lengths:
             prompt = bench.words(n)
             seconds, _reuse = bench.seconds(prompt)
             prefill.setdefault(n, []).append(n / seconds)
-            for tier, move in moves.items():
-                move()
+            for tier, out_of in moves.items():
+                for leave in out_of:
+                    leave(bench.rt)
                 _, reuse = bench.seconds([*prompt, *bench.words(8)])
                 if reuse.by_tier[tier]:
                     restores[tier].append((reuse.by_tier[tier], reuse.restore_ms))

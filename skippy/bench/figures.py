@@ -9,8 +9,8 @@ import numpy as np
 
 from skippy.bench.arms import Arm
 from skippy.bench.play import Played, Row
+from skippy.bench.script import Seen, path_of
 from skippy.bench.workloads import Workload
-from skippy.history import Tokens, common_length
 
 __all__ = ["figures_of", "percentiles", "problems", "workload_figures"]
 
@@ -92,12 +92,10 @@ def _least(rows: Sequence[Row]) -> int:
 
     Where one of its answers left the cold one at a near tie, a prompt that holds the cold one has more that is new.
     """
-    seen: list[Tokens] = []
-    least = 0
+    seen, least = Seen(), 0
     for row in rows:
-        prompt = np.array(row.request.prompt, np.int32)
-        least += len(prompt) - max((common_length(prompt, each) for each in seen), default=0)
-        seen.append(np.array([*row.request.prompt, *row.answer["tokens"][:-1]], np.int32))
+        least += seen.new_in(row.request.prompt)
+        seen.add(path_of(row.request.prompt, row.answer["tokens"]))
     return least
 
 

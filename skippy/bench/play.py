@@ -143,8 +143,7 @@ class _Player:
                     f"{request.answer}, the context {self.settings.n_ctx}: give a larger --n-ctx, or shorter lengths"
                 )
             self.on_request(workload.name, arm.name, round_, at, None)
-            chats = list(dict.fromkeys(each.conversation for each in script.requests))
-            answer = process.ask(request.prompt, request.answer, chats.index(request.conversation))
+            answer = process.ask(request.prompt, request.answer, request.chat)
             tokens = answer["tokens"] = self._without_end(answer["tokens"])
             if at == len(script.answers):
                 script.note(tokens)

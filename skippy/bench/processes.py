@@ -13,7 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from skippy.bench.arms import Arm
 from skippy.bench.worker import memory_kib, peak_kib
@@ -27,6 +27,13 @@ _SLOTS = 16  # at most: each has a context of its own
 
 class ArmFailed(SkippyError):
     """The process of an arm ended, or said what it should not."""
+
+
+def _last_words(errors: IO[bytes]) -> str:
+    """The last line that a process has written."""
+    errors.seek(0)
+    said = errors.read().decode("utf-8", "replace").strip().splitlines()
+    return said[-1] if said else "it said nothing"
 
 
 class Process(Protocol):
@@ -69,10 +76,7 @@ class Worker:
         return data
 
     def _ended(self) -> ArmFailed:
-        code = self._process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return ArmFailed(f"its process ended with {code}: {said[-1] if said else 'it said nothing'}")
+        return ArmFailed(f"its process ended with {self._process.wait()}: {_last_words(self._errors)}")
 
     def ask(self, prompt: tuple[int, ...], max_tokens: int, chat: int = 0) -> dict[str, Any]:
         """See Process."""
@@ -133,9 +137,7 @@ class Server:
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                self._errors.seek(0)
-                said = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-                raise ArmFailed(f"llama-server ended with {self._process.returncode}: {said[-1] if said else ''}")
+                raise ArmFailed(f"llama-server ended with {self._process.returncode}: {_last_words(self._errors)}")
             health = f"{self._url}/health"
             with contextlib.suppress(OSError), urllib.request.urlopen(health, timeout=5) as answer:
                 if answer.status == 200:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from skippy.bench.arms import Arm
 from skippy.bench.figures import figures_of, problems, workload_figures
 from skippy.bench.play import OnRequest, Played, Settings, machine, play
 from skippy.bench.replay import replay
+from skippy.bench.script import path_of
 from skippy.bench.traces import read_trace
 from skippy.bench.words import WORDS
 from skippy.bench.workloads import Knobs, Workload, Writer, make
@@ -114,9 +113,7 @@ def _hit_rates(workload: str, played: Played) -> dict[str, Any] | None:
     if not rows:
         return None
     speed = sum(row.answer["evaluated"] for row in rows) / sum(row.answer["ttft_ms"] / 1e3 for row in rows)
-    paths = [
-        (np.array([*row.request.prompt, *row.answer["tokens"][:-1]], np.int32), len(row.request.prompt)) for row in rows
-    ]
+    paths = [(path_of(row.request.prompt, row.answer["tokens"]), len(row.request.prompt)) for row in rows]
     total = sum(prompt for _, prompt in paths)
     distinct = sum(row.request.least + max(0, len(row.answer["tokens"]) - 1) for row in rows)
     least = CacheConfig.model_fields["min_tokens"].default

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from skippy.bench.workloads import Ask, Restart, Workload
-from skippy.history import common_length
+from skippy.history import Tokens, common_length
 
-__all__ = ["Request", "Script"]
+__all__ = ["Request", "Script", "Seen", "path_of"]
+
+
+def path_of(prompt: Sequence[int], answer: Sequence[int]) -> Tokens:
+    """What was evaluated of a request: its prompt and its answer, whose last token never is."""
+    return np.array([*prompt, *answer[:-1]], np.int32)
+
+
+class Seen:
+    """Paths that were evaluated: how much of a prompt is new to them."""
+
+    def __init__(self) -> None:
+        self._paths: list[Tokens] = []
+
+    def new_in(self, prompt: Sequence[int]) -> int:
+        """Tokens of `prompt` behind the longest head that it has in common with one of them.  O(tokens of all)."""
+        path = path_of(prompt, ())
+        return len(path) - max((common_length(path, seen) for seen in self._paths), default=0)
+
+    def add(self, path: Tokens) -> None:
+        """Another one was evaluated."""
+        self._paths.append(path)
 
 
 @dataclass(frozen=True)
@@ -21,6 +42,7 @@ class Request:
     prompt: tuple[int, ...]
     answer: int
     least: int
+    chat: int = 0  # the number of its conversation, in the order in which they begin
 
 
 @dataclass
@@ -36,7 +58,8 @@ class Script:
     answers: list[list[int]] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)  # before which request
     _histories: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
-    _seen: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    _seen: Seen = field(default_factory=Seen)
+    _chats: dict[str, int] = field(default_factory=dict)
     _at: int = 0
 
     @property
@@ -55,9 +78,8 @@ class Script:
         step = steps[self._at]
         assert isinstance(step, Ask)
         prompt = (*self._before(step), *step.new)
-        path = np.array(prompt, np.int32)
-        known = max((common_length(path, seen) for seen in self._seen), default=0)
-        self.requests.append(Request(step.conversation, prompt, step.answer, len(prompt) - known))
+        chat = self._chats.setdefault(step.conversation, len(self._chats))
+        self.requests.append(Request(step.conversation, prompt, step.answer, self._seen.new_in(prompt), chat))
         return self.requests[-1]
 
     def _before(self, step: Ask) -> tuple[int, ...]:
@@ -80,6 +102,5 @@ class Script:
             before += self._histories[step.base[0]][: step.base[1] + 1]
         before.append(history)
         self.answers.append(answer)
-        # The last token that was answered is never evaluated.
-        self._seen.append(np.array(history[:-1] if answer else history, np.int32))
+        self._seen.add(path_of(request.prompt, answer))
         self._at += 1

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from skippy.room import KINDS
+from skippy.bench.tiers import leave_pool, leave_ram, open_runtime
+from skippy.config import CacheConfig
 
 __all__ = ["LlamaCpp", "Player", "Skippy", "main", "memory_kib", "peak_kib"]
 
@@ -128,25 +129,14 @@ class Skippy:
     """skippy.Runtime, with one lane."""
 
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
-        import skippy
-
         config = {
             "ram": settings["ram_bytes"] if settings.get("ram") is None else settings["ram"],
             "payload": settings.get("payload", "auto"),
             "disk": settings["folder"] if settings.get("disk") else None,
             "disk_bytes": settings["disk_bytes"],
         }
-        self.rt = skippy.Runtime(
-            model,
-            n_ctx=settings["n_ctx"],
-            n_batch=settings["n_batch"],
-            n_ubatch=settings["n_batch"],
-            n_threads=settings["threads"],
-            n_gpu_layers=settings["n_gpu_layers"],
-            lanes=1,
-            flash_attn="on",
-            cache=skippy.CacheConfig.model_validate(config),
-        )
+        # With flash attention, as the other arms.
+        self.rt = open_runtime(settings, CacheConfig.model_validate(config), flash_attn="on")
         self.leaves_ram = settings.get("leaves_ram", False)
         self.leaves_pool = settings.get("leaves_pool", False) or self.leaves_ram
 
@@ -178,18 +168,10 @@ class Skippy:
 
     def between(self) -> None:
         """Let what the arm is to be without leave: the pool, and RAM."""
-        if not self.leaves_pool:
-            return
-        with self.rt._step():
-            cache = self.rt.cache
-            while cache.space.evict_resident("benchmark", weigh=False):
-                pass
-            if self.leaves_ram and cache.spill is not None and cache.disk is not None:
-                cache.spill.everything()
-                cache.disk.flush()
-                for kind in KINDS:
-                    for node in cache.tree.entries(kind):
-                        cache.shelf.drop(node, kind, "benchmark")
+        if self.leaves_pool:
+            leave_pool(self.rt)
+        if self.leaves_ram:
+            leave_ram(self.rt)
 
     def close(self) -> None:
         """Write what is to be kept, and end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = ["SIZES", "WORKLOADS", "Ask", "Knobs", "Lengths", "Restart", "Workload", "Writer", "make"]
@@ -131,7 +131,6 @@ class Workload:
     about: str
     steps: tuple[Step, ...]
     conversations: int = 1
-    unscripted: bool = field(default=True)  # answers become part of what follows
 
     @property
     def requests(self) -> int:
@@ -151,7 +150,7 @@ def _chats(writer: Writer, knobs: Knobs, name: str, chats: int) -> Iterator[Ask]
 
 def growing(writer: Writer, knobs: Knobs) -> Workload:
     """One chat that grows."""
-    return Workload("growing", "one chat, turn after turn", tuple(_chats(writer, replace(knobs), "growing", 1)))
+    return Workload("growing", "one chat, turn after turn", tuple(_chats(writer, knobs, "growing", 1)))
 
 
 def turns(writer: Writer, knobs: Knobs) -> Workload:
