@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 STAMPS := $(VENV)/stamps
 FLAGS := vendor/build-flags $(wildcard vendor/build-flags.$(shell uname -m))
+# A compiler that does not know how to leave AVX512-FP16 out does not use it either.
+CMAKE_FLAGS = $(shell cat $(FLAGS) | if c++ -mno-avx512fp16 -fsyntax-only -x c++ /dev/null 2>/dev/null; \
+    then cat; else sed 's/ -mno-avx512fp16//g'; fi)
 SOURCES := setup.py pyproject.toml $(wildcard skippy/*.pyx skippy/*.pxd skippy/*.pxi)
 
 .PHONY: demo demo-families soak test lint bench bench-more clean clean-wheel
@@ -66,7 +69,8 @@ vendor/wheels/built: vendor/requirements.txt $(FLAGS) | $(STAMPS)/venv
 	@command -v c++ >/dev/null || { echo "a C++ compiler is needed to build llama.cpp (Debian: apt-get install build-essential)"; exit 1; }
 	rm -rf vendor/wheels
 	@echo "building llama-cpp-python from source (three to five minutes on two cores) ..."
-	CMAKE_ARGS="$$(cat $(FLAGS))" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	CMAKE_ARGS="$(CMAKE_FLAGS)" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	PIP_CACHE_DIR="$$($(BIN)/python -m pip cache dir)/llama-$$(echo "$(CMAKE_FLAGS)" | cksum | cut -d' ' -f1)" \
 	    $(PIP) wheel --no-deps --no-binary llama-cpp-python --require-hashes -r vendor/requirements.txt -w vendor/wheels
 	touch $@
 

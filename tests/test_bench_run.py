@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +79,109 @@ def test_rounds_are_played_in_changed_order(tiny: Callable[[str], Path]) -> None
     assert arm["ttft_p50_of_rounds"][0] <= arm["ttft_ms"]["p50"] <= arm["ttft_p50_of_rounds"][1]
 
 
+def stat_of_children() -> list[str]:
+    """The state of each process that this one has started: T is one that was stopped."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                found.append(state)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="says what processes do")
+def test_all_others_stand_still_while_one_has_its_turn(tiny: Callable[[str], Path]) -> None:
+    told: list[tuple[int, int, str]] = []
+    before: list[list[str]] = []
+    after: list[list[str]] = []
+
+    def note(workload: str, arm: str, round_: int, index: int, answer: dict[str, Any] | None) -> None:
+        (before if answer is None else after).append(stat_of_children())
+        if answer is not None:
+            told.append((round_, index, arm))
+
+    others = ["llama-cpp", "skippy"]
+    figures = run(plan(tiny("llama"), others, ["restart"], rounds=2), on_request=note)
+    assert before == [["T"] * 3] * 3 * 3 * 2 == after
+    first, second = ([arm for round_, index, arm in told if (round_, index) == (r, 0)] for r in (0, 1))
+    assert (first, second) == (["cold", *others], [*others[::-1], "cold"])
+    by_request = [[arm for _, index, arm in told[9:] if index == i] for i in range(3)]
+    assert len({each[0] for each in by_request}) == 3  # another one begins each time
+    assert figures["in_turns"]
+    arms = figures["workloads"][0]["arms"]
+    assert arms["skippy"]["wrong"] == arms["llama-cpp"]["wrong"] == 0
+    for arm in arms.values():
+        assert 0 < arm["outside_ms"]["p50"] < arm["ttft_ms"]["p50"]
+    assert arms["cold"]["skippy_in_pairs"]["p25"] <= arms["cold"]["skippy_in_pairs"]["p75"]
+
+
+def test_without_memory_for_all_each_arm_plays_by_itself(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skippy.bench.play.available_kib", lambda: 100_000)  # each has a cache of 64 MiB
+    told: list[tuple[str, int]] = []
+    figures = run(
+        plan(tiny("llama"), ["llama-cpp", "skippy"], ["nothing"]),
+        on_request=lambda workload, arm, round_, index, answer: told.append((arm, index)) if answer else None,
+    )
+    assert told == [(arm, index) for arm in ("cold", "llama-cpp", "skippy") for index in range(3)]
+    assert not figures["in_turns"]
+    assert all("unavailable" not in arm for arm in figures["workloads"][0]["arms"].values())
+
+
+MORTAL = """#!{python}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+left = [3]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        left[0] -= 1
+        if not left[0]:
+            print("out of memory", flush=True)
+            os._exit(1)
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        data = {{"tokens": [5], "timings": {{"prompt_n": len(asked["prompt"])}}}}
+        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\\n\\n")
+
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_an_arm_that_dies_in_its_turn_is_left_out_and_the_others_go_on(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    server = tmp_path / "llama-server"
+    server.write_text(MORTAL.format(python=sys.executable))
+    server.chmod(0o755)
+    settings = Settings(tiny("llama"), n_ctx=1024, n_batch=128, threads=1, ram_bytes=2**26)
+    told: list[tuple[int, str]] = []
+    figures = run(
+        Run(settings, choose(["server-1", "skippy"], str(server)), ["growing"], KNOBS, rounds=2),
+        on_request=lambda workload, arm, round_, index, answer: told.append((round_, arm)) if answer else None,
+    )
+    arms = figures["workloads"][0]["arms"]
+    assert arms["server-1"]["unavailable"].startswith("llama-server did not answer: ")
+    assert told.count((0, "server-1")) == 1  # after its warm up; the next one was its last
+    assert (1, "server-1") not in told
+    assert [told.count((r, arm)) for r in (0, 1) for arm in ("cold", "skippy")] == [3] * 4
+    assert arms["skippy"]["wrong"] == 0
+
+
 def test_a_request_that_does_not_fit_is_named(tiny: Callable[[str], Path]) -> None:
     settings = Settings(tiny("llama"), n_ctx=512, n_batch=128, threads=1)
     knobs = Knobs(1, 3, Lengths("fixed", 460), Lengths("fixed", 60), Lengths("fixed", 20), 4)
@@ -102,6 +207,12 @@ def test_calibration_says_from_where_each_tier_pays_off(tiny: Callable[[str], Pa
         assert found["measured"]
         assert found["ms_fixed"] >= 0
         assert found["pays_off_from"] is None or found["pays_off_from"] >= 1
+    found = figures["flash_attention"]
+    assert [each["behind"] for each in found.values()] == [448] * 2  # of 1,024 cells
+    for each in found.values():
+        assert 0 < each["token_ms"] < each["suffix_ms"]
+        assert each["token_beside_ms"] > 0
+    assert list(found) == ["on", "off"]
     nbytes = figures["bytes"]
     assert nbytes["of_a_full_context"] == 1024 * nbytes["per_token"] + nbytes["per_checkpoint"]
     assert (nbytes["per_checkpoint"] > 0) == (name == "falconh1")
@@ -141,6 +252,7 @@ def test_the_command_writes_data_and_a_page(tiny: Callable[[str], Path], tmp_pat
         (["--system", "uniform(9)"], "'uniform(9)' is no length"),
         (["--workload", "chat"], "'chat' is no workload, expected some of growing"),
         (["--arm", "vllm"], "'vllm' is no arm, expected some of cold"),
+        (["--flash-attn", "auto"], "'auto' is neither on nor off"),
         (["--ram", "much"], "'much': expected bytes as a whole number"),
     ],
 )
@@ -155,4 +267,5 @@ def test_the_command_calibrates(tiny: Callable[[str], Path], tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert "restoring from ram" in result.output
     assert "a token takes" in result.output
+    assert "flash attention off, behind 448 tokens: 32 more " in result.output
     assert set(json.loads((tmp_path / "calibration.json").read_text())) >= {"tiers", "advice", "bytes"}

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 import skippy
-from skippy.bench.play import Settings, machine
+from skippy.bench.attention import attention
+from skippy.bench.machine import machine
+from skippy.bench.play import Settings
 from skippy.bench.tiers import leave_pool, leave_ram, open_runtime
 
 __all__ = ["break_even", "calibrate"]
@@ -58,10 +60,11 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def calibrate(settings: Settings, *, rounds: int = 3) -> dict[str, Any]:
-    """Measure a model on this machine: {"machine", "prefill", "tiers", "bytes", "advice"}.
+    """Measure a model on this machine: {"machine", "tiers", "bytes", "advice", ...}.
 
-    `prefill` is tokens per second by prompt length; each tier has milliseconds fixed and per token, and the prefix
-    length from which it pays off.  Medians of `rounds`.
+    `prefill_tokens_per_second` is by prompt length; each tier has milliseconds fixed and per token, and the prefix
+    length from which it pays off; `flash_attention` is what `attention` says, None for a model that has no attention.
+    Medians of `rounds`.
     """
     with tempfile.TemporaryDirectory(prefix="skippy-bench-") as made:
         bench = _Bench(settings, Path(made))
@@ -107,9 +110,10 @@ def _measure(bench: _Bench, settings: Settings, rounds: int) -> dict[str, Any]:
         }
     each = shape.bytes_per_token * settings.n_ctx + shape.point_state_bytes
     return {
-        "machine": machine(settings, bench.rt.model),
+        "machine": machine(settings.model, bench.rt.model),
         "settings": settings.as_dict() | {"model": settings.model.name},
         "prefill_tokens_per_second": speed,
+        "flash_attention": attention(bench.rt.model, settings) if shape.bytes_per_token else None,
         "bytes": {
             "per_token": shape.bytes_per_token,
             "per_checkpoint": shape.point_state_bytes,

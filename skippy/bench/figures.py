@@ -30,6 +30,7 @@ def figures_of(workloads: Sequence[Workload], arms: Sequence[Arm], played: Playe
         "workloads": [workload_figures(workload, arms, played) for workload in workloads],
         "arms": {arm.name: {"about": arm.about, "unavailable": arm.unavailable} for arm in arms},
         "requests": [_request(row) for row in played.rows],
+        "in_turns": played.in_turns,
     }
 
 
@@ -53,7 +54,23 @@ def workload_figures(workload: Workload, arms: Sequence[Arm], played: Played) ->
             found["arms"][arm.name] = _arm(mine, played.loaded_kib[workload.name, arm.name])
         else:
             found["arms"][arm.name] = {"unavailable": why or "it was not played"}
+    ours = _times(rows, "skippy")
+    for name, arm in found["arms"].items():
+        if name != "skippy" and "unavailable" not in arm:
+            arm["skippy_in_pairs"] = _in_pairs(ours, _times(rows, name))
     return found
+
+
+def _times(rows: list[Row], arm: str) -> dict[tuple[int, int], float]:
+    return {(row.round, row.index): row.answer["ttft_ms"] for row in rows if row.arm == arm}
+
+
+def _in_pairs(ours: dict[tuple[int, int], float], theirs: dict[tuple[int, int], float]) -> dict[str, float] | None:
+    """How many times as long skippy's TTFT was, request by request: quartiles.  None without requests of both."""
+    ratios = [ours[key] / theirs[key] for key in ours.keys() & theirs.keys() if theirs[key] > 0]
+    if not ratios:
+        return None
+    return {f"p{p}": float(np.percentile(ratios, p, method="inverted_cdf")) for p in (25, 50, 75)}
 
 
 def _arm(rows: list[Row], loaded_kib: int) -> dict[str, Any]:
@@ -66,8 +83,10 @@ def _arm(rows: list[Row], loaded_kib: int) -> dict[str, Any]:
     differ = [row for row in rows if not row.same]
     by_round = [[row for row in rows if row.round == r] for r in rounds]
     most = max(by_round, key=lambda each: sum(row.answer["evaluated"] for row in each))
+    outside = [max(0.0, answer["ttft_ms"] - answer["decode_ms"]) for answer in answers if "decode_ms" in answer]
     return {
         "ttft_ms": percentiles([answer["ttft_ms"] for answer in answers]),
+        "outside_ms": percentiles(outside) if outside else None,
         "rounds": len(rounds),
         "ttft_p50_of_rounds": [min(medians), max(medians)],
         "evaluated": sum(row.answer["evaluated"] for row in most),
@@ -137,23 +156,25 @@ def problems(figures: dict[str, Any]) -> list[str]:
             if arm["ttft_ms"]["p50"] < mine["ttft_ms"]["p50"]:
                 found.append(
                     f"{workload['name']}: TTFT p50 of {name} is {arm['ttft_ms']['p50']:.1f} ms, "
-                    f"of skippy {mine['ttft_ms']['p50']:.1f} ms: {_why(arm, mine)}"
+                    f"of skippy {mine['ttft_ms']['p50']:.1f} ms: {_why(name, arm, mine)}"
                 )
     return found
 
 
-def _why(other: dict[str, Any], mine: dict[str, Any]) -> str:
+def _why(name: str, other: dict[str, Any], mine: dict[str, Any]) -> str:
     """Why another arm's median is lower, as far as the figures tell."""
     if other["evaluated"] < mine["evaluated"]:
         return "it evaluated fewer tokens"
-    if other["rounds"] < 2:
-        return "there was one round, so how far medians move is not known"
-    low, high = (
-        max(other["ttft_p50_of_rounds"][0], mine["ttft_p50_of_rounds"][0]),
-        min(other["ttft_p50_of_rounds"][1], mine["ttft_p50_of_rounds"][1]),
-    )
-    if low <= high:
-        return "the medians of their rounds overlap, so this is noise"
     many = "as many" if other["evaluated"] == mine["evaluated"] else "more"
-    share = 100 * (mine["ttft_ms"]["p50"] / other["ttft_ms"]["p50"] - 1)
-    return f"it evaluated {many} tokens, and {share:.1f} % is more than the medians of the rounds differ"
+    found = [f"it evaluated {many} tokens"]
+    pairs, own = other["skippy_in_pairs"], mine["outside_ms"]
+    if pairs is not None:
+        shown = "; no difference is shown" if pairs["p25"] <= 1 <= pairs["p75"] else ""
+        found.append(
+            f"request by request skippy took {pairs['p50']:.3f} times as long "
+            f"(quartiles {pairs['p25']:.3f} to {pairs['p75']:.3f}{shown})"
+        )
+    if own is not None:
+        beside = "" if other["outside_ms"] is None else f", {name} {other['outside_ms']['p50']:.1f} ms"
+        found.append(f"outside llama.cpp's evaluation skippy spent {own['p50']:.1f} ms{beside} (medians)")
+    return "; ".join(found)

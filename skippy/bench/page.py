@@ -29,8 +29,8 @@ def page_of(figures: dict[str, Any]) -> str:
     machine = {**figures["machine"], **figures["settings"]}
     parts = [
         f"<h1>skippy bench: {_e(figures['machine']['model'])}</h1>",
-        f"<p>{len(workloads)} workloads, {figures['rounds']} rounds of each arm in changing order, one process at a "
-        "time. Times are percentiles over all requests of all rounds; lower is better everywhere but for tokens/s. "
+        f"<p>{len(workloads)} workloads, {figures['rounds']} rounds; {_turns(figures['in_turns'])}. "
+        "Times are percentiles over all requests of all rounds; lower is better everywhere but for tokens/s. "
         "Plots show medians over rounds.</p>",
         _arms(figures["arms"]),
         _notes(figures),
@@ -45,6 +45,12 @@ def page_of(figures: dict[str, Any]) -> str:
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>skippy bench</title><style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
     )
+
+
+def _turns(in_turns: bool) -> str:
+    if in_turns:
+        return "each request goes to each arm in changing order, and one process at a time runs"
+    return "the arms play one after the other in changing order, because memory does not hold all of them at once"
 
 
 def _e(value: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from skippy.bench.arms import Arm
-from skippy.bench.worker import memory_kib, peak_kib
+from skippy.bench.memory import memory_kib, peak_kib
 from skippy.errors import SkippyError
 
 __all__ = ["ArmFailed", "Process", "started"]
@@ -41,6 +43,12 @@ class Process(Protocol):
 
     loaded_kib: int
 
+    def pause(self) -> None:
+        """Let it stand still, with all its threads, until `resume`; where the system cannot, nothing happens."""
+
+    def resume(self) -> None:
+        """Let it go on."""
+
     def ask(self, prompt: tuple[int, ...], max_tokens: int, chat: int = 0) -> dict[str, Any]:
         """What the request of conversation number `chat` took, as `skippy.bench.worker` says."""
 
@@ -48,7 +56,30 @@ class Process(Protocol):
         """End it, and wait until it has ended."""
 
 
-class Worker:
+class _Child:
+    """A process that can stand still."""
+
+    _process: subprocess.Popen[bytes]
+
+    def _send(self, name: str) -> bool:
+        """Whether there is such a signal, and a process to get it."""
+        number = getattr(signal, name, None)
+        if number is None or self._process.poll() is not None:
+            return False
+        self._process.send_signal(number)
+        return True
+
+    def pause(self) -> None:
+        """See Process.  Waits until it stands, or has ended."""
+        if self._send("SIGSTOP"):
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        """See Process."""
+        self._send("SIGCONT")
+
+
+class Worker(_Child):
     """A Python process that runs `skippy.bench.worker`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -104,7 +135,7 @@ class Worker:
             raise failed
 
 
-class Server:
+class Server(_Child):
     """llama-server, asked over HTTP on this machine."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -119,7 +150,7 @@ class Server:
             "--ctx-size", str(settings["n_ctx"] * slots), "--parallel", str(slots),
             "--batch-size", str(settings["n_batch"]), "--ubatch-size", str(settings["n_batch"]),
             "--threads", str(settings["threads"]), "--threads-batch", str(settings["threads"]),
-            "--n-gpu-layers", str(settings["n_gpu_layers"]), "--flash-attn", "on",
+            "--n-gpu-layers", str(settings["n_gpu_layers"]), "--flash-attn", settings["flash_attn"],
             "--cache-ram", str(settings["ram_bytes"] // 2**20), "--no-webui",
         ]  # fmt: skip
         self._process = subprocess.Popen(
@@ -204,4 +235,5 @@ def started(arm: Arm, settings: dict[str, Any], *, conversations: int, folder: P
     try:
         yield process
     finally:
+        process.resume()
         process.close()

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from skippy.bench.arms import Arm
 from skippy.bench.figures import figures_of, problems, workload_figures
-from skippy.bench.play import OnRequest, Played, Settings, machine, play
+from skippy.bench.machine import machine
+from skippy.bench.play import OnRequest, Played, Settings, play
 from skippy.bench.replay import replay
 from skippy.bench.script import path_of
 from skippy.bench.traces import read_trace
@@ -92,7 +93,7 @@ def run(
             on_request=on_request,
             on_workload=lambda workload, played: on_workload(workload_figures(workload, plan.arms, played)),
         )
-        on = machine(plan.settings, model)
+        on = machine(plan.settings.model, model)
     figures = figures_of(workloads, plan.arms, played)
     for workload in figures["workloads"]:
         workload["hit_rates"] = _hit_rates(workload["name"], played)

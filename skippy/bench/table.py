@@ -12,7 +12,7 @@ WIDE = 120  # columns of a terminal in which everything has room
 
 _COLUMNS = ("evaluated", "TTFT p50", "p90", "p99, ms", "tokens/s", "peak, MiB", "held, MiB", "restore, ms", "as cold")
 
-_MORE = {"look-up, ms": "lookup_ms", "save, ms": "save_ms"}
+_MORE = ("look-up, ms", "save, ms", "outside llama.cpp p50, ms", "skippy's TTFT to it, in pairs")
 _NARROW = (0, 1, 3, 5, 8)
 
 
@@ -57,6 +57,14 @@ def text_of(workload: dict[str, Any]) -> list[list[str]]:
         if "unavailable" in arm:
             rows.append([name, f"not there: {arm['unavailable']}", *[""] * (len(rows[0]) - 2)])
         else:
-            more = ["" if arm[key] is None else f"{arm[key]:,.1f}" for key in _MORE.values()]
-            rows.append([name, *cells_of(arm), *more])
+            rows.append([name, *cells_of(arm), *_more_of(arm)])
     return rows
+
+
+def _more_of(arm: dict[str, Any]) -> list[str]:
+    outside, pairs = arm["outside_ms"], arm.get("skippy_in_pairs")
+    times = [arm["lookup_ms"], arm["save_ms"], None if outside is None else outside["p50"]]
+    return [
+        *("" if each is None else f"{each:,.1f}" for each in times),
+        "" if pairs is None else f"{pairs['p50']:.2f} ({pairs['p25']:.2f}-{pairs['p75']:.2f})",
+    ]

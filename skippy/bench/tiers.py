@@ -12,7 +12,7 @@ from skippy.runtime import Runtime
 __all__ = ["leave_pool", "leave_ram", "open_runtime"]
 
 
-def open_runtime(settings: Mapping[str, Any], cache: CacheConfig, **options: Any) -> Runtime:
+def open_runtime(settings: Mapping[str, Any], cache: CacheConfig) -> Runtime:
     """A runtime of one lane with the `settings` that all arms have in common."""
     return Runtime(
         settings["model"],
@@ -21,9 +21,9 @@ def open_runtime(settings: Mapping[str, Any], cache: CacheConfig, **options: Any
         n_ubatch=settings["n_batch"],
         n_threads=settings["threads"],
         n_gpu_layers=settings["n_gpu_layers"],
+        flash_attn=settings["flash_attn"],
         lanes=1,
         cache=cache,
-        **options,
     )
 
 

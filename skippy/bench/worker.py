@@ -9,45 +9,27 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from skippy.bench.memory import memory_kib, peak_kib
 from skippy.bench.tiers import leave_pool, leave_ram, open_runtime
 from skippy.config import CacheConfig
 
-__all__ = ["LlamaCpp", "Player", "Skippy", "main", "memory_kib", "peak_kib"]
-
-
-def _status(pid: int | str, name: str) -> int | None:
-    try:
-        with open(f"/proc/{pid}/status") as lines:
-            return next((int(line.split()[1]) for line in lines if line.startswith(name)), None)
-    except OSError:
-        return None
-
-
-def memory_kib(pid: int | str = "self") -> int:
-    """Resident memory of a process now, in KiB; 0 where the system does not say."""
-    return _status(pid, "VmRSS:") or 0
-
-
-def peak_kib(pid: int | str = "self") -> int:
-    """The most resident memory that a process had, in KiB; of another one 0 where the system does not say."""
-    peak = _status(pid, "VmHWM:")
-    if peak is None and pid == "self":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak // 1024 if sys.platform == "darwin" else peak
-    return peak or 0
+__all__ = ["LlamaCpp", "Player", "Skippy", "main"]
 
 
 class Player(Protocol):
     """What answers requests."""
 
     def ask(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """The answer's `tokens`, `ttft_ms`, `total_ms`, `evaluated` prompt tokens and what else is known."""
+        """The answer's `tokens`, `ttft_ms`, `total_ms`, `evaluated` prompt tokens and what else is known.
+
+        `decode_ms` is the part of `ttft_ms` that llama.cpp took to evaluate them: whatever decides what is evaluated,
+        and gets it there, is the rest.
+        """
 
     def between(self) -> None:
         """Something that is not measured, after each request."""
@@ -70,7 +52,11 @@ class LlamaCpp:
 
             def eval(self, tokens: Any) -> None:
                 player.evaluated += len(tokens)
+                began = time.perf_counter()
                 super().eval(tokens)
+                if not player.tokens:
+                    llama_cpp.llama_synchronize(self.ctx)
+                    player.decoding += time.perf_counter() - began
 
             def sample(self, *args: Any, **kwargs: Any) -> int:
                 token = int(super().sample(*args, **kwargs))
@@ -81,6 +67,7 @@ class LlamaCpp:
 
         self.tokens: list[int] = []
         self.evaluated = 0
+        self.decoding = 0.0  # seconds, up to the first token
         self.at_first = (0.0, 0)
         self.llama = Watched(
             model,
@@ -90,7 +77,7 @@ class LlamaCpp:
             n_threads=settings["threads"],
             n_threads_batch=settings["threads"],
             n_gpu_layers=settings["n_gpu_layers"],
-            flash_attn=True,
+            flash_attn=settings["flash_attn"] == "on",
             verbose=False,
         )
         self.cold = settings.get("cold", False)
@@ -101,7 +88,7 @@ class LlamaCpp:
 
     def ask(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         """See Player."""
-        self.tokens, self.evaluated = [], 0
+        self.tokens, self.evaluated, self.decoding = [], 0, 0.0
         if self.cold:
             self.llama.reset()  # type: ignore[no-untyped-call]
         began = time.perf_counter()
@@ -112,6 +99,7 @@ class LlamaCpp:
         return {
             "tokens": self.tokens[:max_tokens],  # it ends no character in the middle
             "ttft_ms": 1e3 * (first - began),
+            "decode_ms": 1e3 * self.decoding,
             "total_ms": 1e3 * total,
             "evaluated": evaluated,
             "held_bytes": None if self.cache is None else self.cache.cache_size,
@@ -135,13 +123,31 @@ class Skippy:
             "disk": settings["folder"] if settings.get("disk") else None,
             "disk_bytes": settings["disk_bytes"],
         }
-        # With flash attention, as the other arms.
-        self.rt = open_runtime(settings, CacheConfig.model_validate(config), flash_attn="on")
+        self.rt = open_runtime(settings, CacheConfig.model_validate(config))
+        self.decoding = 0.0  # seconds, of prompts
+        self._watch()
         self.leaves_ram = settings.get("leaves_ram", False)
         self.leaves_pool = settings.get("leaves_pool", False) or self.leaves_ram
 
+    def _watch(self) -> None:
+        """Note how long llama.cpp takes to evaluate prompts."""
+        engine = self.rt.engine
+        call = engine._call
+
+        def timed(items: list[Any]) -> int:
+            in_prompt = items[0].request.in_prompt
+            began = time.perf_counter()
+            code = call(items)
+            if in_prompt:
+                engine.context.sequences.synchronize()
+                self.decoding += time.perf_counter() - began
+            return code
+
+        engine._call = timed  # type: ignore[method-assign]
+
     def ask(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         """See Player."""
+        self.decoding = 0.0
         cache = self.rt.cache
         before = cache.seconds_looking_up, cache.store.seconds_saving
         began = time.perf_counter()
@@ -152,6 +158,7 @@ class Skippy:
         return {
             "tokens": answer.tokens,
             "ttft_ms": reuse.ttft_ms,
+            "decode_ms": 1e3 * self.decoding,
             "total_ms": 1e3 * total,
             "evaluated": reuse.evaluated_tokens,
             "by_tier": reuse.by_tier,

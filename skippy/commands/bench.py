@@ -8,7 +8,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from skippy.bench.arms import DEFAULT, choose
+from skippy.bench.attention import SUFFIX
 from skippy.bench.calibrate import calibrate
 from skippy.bench.play import Settings
 from skippy.bench.run import Run, run
@@ -51,6 +52,12 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}", param_hint="--ram") from None
+
+
+def _on_or_off(text: str) -> Literal["on", "off"]:
+    if text != "on" and text != "off":
+        raise typer.BadParameter(f"{text!r} is neither on nor off", param_hint="--flash-attn")
+    return text  # type: ignore[return-value]
 
 
 def bench(
@@ -89,6 +96,7 @@ def bench(
     ] = None,
     n_ctx: Annotated[int | None, typer.Option(metavar="N", help="Cells of the context.", min=512)] = None,
     n_gpu_layers: Annotated[int, typer.Option(metavar="N", help="Layers on the GPU.", min=-1)] = 0,
+    flash_attn: Annotated[str, typer.Option(metavar="on|off", help="Flash attention, of all arms.")] = "on",
     ram: Annotated[str, typer.Option(metavar="SIZE", help="What each cache may take of the memory.")] = "1GiB",
     threads: Threads = None,
     calibration: Annotated[
@@ -120,6 +128,7 @@ def bench(
         n_ctx=n_ctx or _N_CTX[size],
         threads=threads or os.cpu_count() or 1,
         n_gpu_layers=n_gpu_layers,
+        flash_attn=_on_or_off(flash_attn),
         ram_bytes=_size(ram),
     )
     console = Console(stderr=as_json)
@@ -205,6 +214,11 @@ def _calibrate(settings: Settings, *, rounds: int, out: Path | None, as_json: bo
         else:
             table.add_row(f"restoring from {tier}", "not measured", "", "")
     console.print(table)
+    for how, found in (figures["flash_attention"] or {}).items():
+        console.print(
+            f"flash attention {how}, behind {found['behind']:,.0f} tokens: {SUFFIX} more {found['suffix_ms']:.1f} ms, "
+            f"one {found['token_ms']:.1f} ms, beside as many cells of another {found['token_beside_ms']:.1f} ms"
+        )
     nbytes, advice = figures["bytes"], figures["advice"]
     console.print(
         f"a token takes {size_text(nbytes['per_token'])}, a checkpoint {size_text(nbytes['per_checkpoint'])}, "
