@@ -43,6 +43,8 @@ bench: $(STAMPS)/installed
 	if command -v valgrind >/dev/null; then $(BIN)/python benchmarks/instructions.py --json benchmarks/results/instructions.json; fi
 	$(BIN)/skippy bench smollm2 --out benchmarks/out $(BENCH)
 	$(BIN)/python benchmarks/page.py --take benchmarks/out/bench.json
+	$(BIN)/skippy bench smollm2 --calibrate --out benchmarks/out
+	$(BIN)/python benchmarks/page.py --take benchmarks/out/calibration.json --name calibration
 
 # What else is measured; with `make bench` more than twenty minutes.
 bench-more: $(STAMPS)/installed
@@ -51,6 +53,9 @@ bench-more: $(STAMPS)/installed
 	$(BIN)/python benchmarks/disk.py --json benchmarks/results/disk.json
 	$(BIN)/python benchmarks/checkpoints.py --json benchmarks/results/checkpoints.json
 	$(BIN)/python benchmarks/families.py --json benchmarks/results/families.json
+	$(BIN)/skippy bench smollm2 --flash-attn off --rounds 2 --out benchmarks/out/off \
+	    --workload growing --workload chats --workload agent --arm llama-cpp --arm ram-cache --arm skippy
+	$(BIN)/python benchmarks/page.py --take benchmarks/out/off/bench.json --name bench-off
 	$(BIN)/skippy bench smollm2 --workload chats --chats 8 --turns 2 --out benchmarks/out/eight
 	$(BIN)/python benchmarks/page.py --picture benchmarks/out/eight/bench.json
 

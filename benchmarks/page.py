@@ -1,6 +1,6 @@
 """Writes BENCHMARKS.md, and the table of README.md, from benchmarks/results/*.json.
 
-    python benchmarks/page.py [--check] [--take bench.json] [--picture bench.json]
+    python benchmarks/page.py [--check] [--take bench.json [--name bench-off]] [--picture bench.json]
 
 Nothing in BENCHMARKS.md is written by hand.  A figure whose file is not there is "not measured".  With --check nothing
 is written; leaves with 1 if the pages are not what the files say.
@@ -139,6 +139,38 @@ def lanes_rows(lanes: dict[str, Any]) -> Iterator[Row]:
     )  # fmt: skip
 
 
+def ttft_row(name: str, arms: dict[str, Any], command: str) -> Row:
+    ours = arms["skippy"]["ttft_ms"]["p50"]
+    others = {each: arm for each, arm in arms.items() if not each.startswith("skippy")}
+    beside = [
+        f"{each} {arm['ttft_ms']['p50']:,.1f} ms ({arm['skippy_in_pairs']['p50']:.2f})" for each, arm in others.items()
+    ]
+    return (
+        f"{name}: TTFT p50", "at most any other's", f"{ours:,.1f} ms",
+        ours <= min(arm["ttft_ms"]["p50"] for arm in others.values()),
+        f"{', '.join(beside)}; in brackets skippy's over it, request by request (median)", command,
+    )  # fmt: skip
+
+
+def calibration_rows(found: dict[str, Any]) -> Iterator[Row]:
+    command = "skippy bench smollm2 --calibrate"
+    for length, speed in found["prefill_tokens_per_second"].items():
+        yield (f"evaluating {int(length):,} tokens", "", f"{1e3 / speed:.2f} ms each", None, "", command)
+    for tier, each in found["tiers"].items():
+        text = (
+            f"{each['ms_fixed']:.2f} ms and {1e3 * each['ms_per_token']:.1f} us a token; "
+            f"pays off from {each['pays_off_from']} tokens"
+            if each["measured"] else "not measured"
+        )  # fmt: skip
+        yield (f"restoring from {tier}", "", text, None, "", command)
+    for how, each in (found["flash_attention"] or {}).items():
+        yield (
+            f"flash attention {how}, behind {each['behind']:,.0f} tokens", "",
+            f"32 more {each['suffix_ms']:.1f} ms, one {each['token_ms']:.1f} ms, one beside as many cells of another "
+            f"conversation {each['token_beside_ms']:.1f} ms", None, "", command,
+        )  # fmt: skip
+
+
 def bench_rows(bench: dict[str, Any]) -> Iterator[Row]:
     command = bench["command"]
     for workload in bench["workloads"]:
@@ -155,6 +187,7 @@ def bench_rows(bench: dict[str, Any]) -> Iterator[Row]:
             ),
             ours["evaluated"] <= ours["least"], ", ".join(f"{name} {n:,}" for name, n in others.items()), command,
         )  # fmt: skip
+        yield ttft_row(workload["name"], arms, command)
     answers = [arm for workload in bench["workloads"] for arm in workload["arms"].values() if "wrong" in arm]
     ours = [
         arm for workload in bench["workloads"] for name, arm in workload["arms"].items()
@@ -183,6 +216,8 @@ SOURCES: dict[str, tuple[Callable[[dict[str, Any]], Iterator[Row]], str]] = {
     "overhead": (overhead_rows, "overhead"),
     "lanes": (lanes_rows, "lanes"),
     "bench": (bench_rows, "`skippy bench`"),
+    "bench-off": (bench_rows, "`skippy bench` with flash attention off, as `llama_cpp.Llama` has it by itself"),
+    "calibration": (calibration_rows, "what this machine needs"),
 }
 
 
@@ -210,7 +245,7 @@ def page() -> str:
             parts.append(f"Not measured: `benchmarks/results/{name}.json` is not there.\n")
             continue
         rows = [
-            (what, reach, measured, "yes" if reached else "**no**", beside, f"`{command}`")
+            (what, reach, measured, {None: "", True: "yes", False: "**no**"}[reached], beside, f"`{command}`")
             for what, reach, measured, reached, beside, command in rows_of(found)
         ]
         parts.append(table(("what", "reach", "measured", "reached", "beside it", "command"), rows))
@@ -258,6 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--take", type=Path, metavar="FILE", help="keep what `skippy bench` wrote, but its requests")
+    parser.add_argument("--name", default="bench", help="as what to keep it (default: bench)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw docs/memory.svg from this bench.json")
     options = parser.parse_args()
     if options.picture:
@@ -270,8 +306,8 @@ def main() -> None:
         PICTURE.write_text(memory_of(figures, figures["workloads"][0]["name"]) + "\n", encoding="utf-8")
     if options.take:
         figures = json.loads(options.take.read_text())
-        del figures["requests"]
-        (RESULTS / "bench.json").write_text(json.dumps(figures, indent=1) + "\n")
+        figures.pop("requests", None)
+        (RESULTS / f"{options.name}.json").write_text(json.dumps(figures, indent=1) + "\n")
     readme = README.read_text(encoding="utf-8")
     wanted = {PAGE: page(), README: BETWEEN.sub(lambda found: found[1] + readme_table() + found[3], readme)}
     if options.check:

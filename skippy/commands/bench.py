@@ -109,7 +109,7 @@ def bench(
 ) -> None:
     """Measure what reuse saves on your work, beside llama-cpp-python, its RAM cache and llama-server.
 
-    Each workload is played on each arm in a process of its own, one after the other.  Prints for each the prompt tokens
+    Each arm has a process of its own, and each request goes to one after the other.  Prints for each the prompt tokens
     evaluated, percentiles of the time to the first token (TTFT), memory, and whether the answers are those of a cold
     run.  Leaves with 1 if one of skippy's is not, or an arm of skippy failed.
     """
