@@ -18,6 +18,7 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top:
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ccc; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } tr.ours td { font-weight: 600 }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem }
+.plots { margin-top: 1rem }
 figure { margin: 0 } figcaption { font-size: .9rem } svg { width: 100%; height: auto }
 dt { font-weight: 600 } dd { margin: 0 0 .4rem }
 """
