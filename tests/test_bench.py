@@ -255,6 +255,9 @@ def test_a_median_that_is_lower_is_explained() -> None:
         "took 1.500 times as long (quartiles 1.476 to 1.600); outside llama.cpp's evaluation skippy spent 0.5 ms, cold "
         "0.5 ms (medians)"
     ]
+    alone = {"cold": [9.0, 20.0], "skippy": [15.0, 30.0], "skippy-pool": [8.0, 30.0]}
+    (why,) = problems(played({name: [3, 2] for name in alone}, alone))
+    assert why.endswith("(medians); skippy-pool, which saves nothing in the background, took 9.0 ms")
     noise = played({"cold": [3, 2], "skippy": [3, 2]}, {"cold": [9.0, 20.0], "skippy": [9.5, 16.0]})
     assert problems(noise) == [
         "w: TTFT p50 of cold is 10.0 ms, of skippy 10.5 ms: it evaluated as many tokens; request by request skippy "

@@ -79,13 +79,14 @@ def test_rounds_are_played_in_changed_order(tiny: Callable[[str], Path]) -> None
     assert arm["ttft_p50_of_rounds"][0] <= arm["ttft_ms"]["p50"] <= arm["ttft_p50_of_rounds"][1]
 
 
-def stat_of_children() -> list[str]:
-    """The state of each process that this one has started: T is one that was stopped."""
+def states_of_workers() -> list[str]:
+    """The state of each arm's process that this one has started: T is one that was stopped."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
+            worker = b"skippy.bench.worker" in path.with_name("cmdline").read_bytes()
+            if worker and int(parent) == os.getpid():
                 found.append(state)
     return found
 
@@ -97,7 +98,7 @@ def test_all_others_stand_still_while_one_has_its_turn(tiny: Callable[[str], Pat
     after: list[list[str]] = []
 
     def note(workload: str, arm: str, round_: int, index: int, answer: dict[str, Any] | None) -> None:
-        (before if answer is None else after).append(stat_of_children())
+        (before if answer is None else after).append(states_of_workers())
         if answer is not None:
             told.append((round_, index, arm))
 

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from skippy.errors import StateError
-from skippy.store.folder import INDEX, TEMPORARY, Cancelled
+from skippy.store.folder import INDEX, TEMPORARY, Cancelled, pieces
 from skippy.store.format import SUFFIX, ForeignFile, Tokens, pack_head, read_head
 from skippy.store.index import Row
 from skippy.store.known import least_worth, of_prompt
@@ -32,17 +32,26 @@ class Files(OpenFolder):
 
     # -- writing ------------------------------------------------------------------------------------------
 
-    def store(self, row: Row, data: Any, cancelled: Callable[[], bool]) -> None:
-        """Write the file of `row`, whole or not at all, and put it into the index; else forget it."""
+    def store(self, row: Row, data: Any, between: Callable[[], bool]) -> None:
+        """Write the file of `row`, whole or not at all, and put it into the index; else forget it.
+
+        `between()` is called between short pieces of work, and says whether to give up.
+        """
         with self.or_off():
             if self.off is None:
-                self._store(row, data, cancelled)
+                try:
+                    self._store(row, data, between)
+                except Cancelled:
+                    self.counts["cancelled"] += 1
         with self.guard:
             self.known.remove(row)  # unless it has been replaced by what was written
 
-    def _store(self, row: Row, data: Any, cancelled: Callable[[], bool]) -> None:
+    def _store(self, row: Row, data: Any, between: Callable[[], bool]) -> None:
         entry = row.entry
-        if xxhash.xxh3_64_intdigest(data) != entry.checksum:
+        state = xxhash.xxh3_64()
+        for piece in pieces(data, between):
+            state.update(piece)
+        if state.intdigest() != entry.checksum:
             self.counts["damaged_in_memory"] += 1
             log.warning("saved state was damaged in memory, and is not written")
             return
@@ -55,14 +64,11 @@ class Files(OpenFolder):
                     return
             try:
                 self.folder.fill(descriptor, head)
-                self.folder.fill(descriptor, data, cancelled)
+                self.folder.fill(descriptor, data, between)
                 self.folder.publish(temporary, descriptor, row.name)
-            except BaseException as error:
+            except BaseException:
                 with suppress(sqlite3.Error):
                     self.index.settle(temporary)
-                if isinstance(error, Cancelled):
-                    self.counts["cancelled"] += 1
-                    return
                 raise
             with self.index.transaction():
                 self.index.settle(temporary)

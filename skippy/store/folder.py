@@ -19,18 +19,27 @@ from skippy.store.format import SUFFIX
 if sys.platform != "win32":  # where what a killed writer leaves behind stays
     import fcntl
 
-__all__ = ["INDEX", "QUARANTINE", "TEMPORARY", "Cancelled", "Folder"]
+__all__ = ["INDEX", "QUARANTINE", "TEMPORARY", "Cancelled", "Folder", "pieces"]
 
 log = logging.getLogger("skippy")
 
 INDEX = "index.sqlite"
 QUARANTINE = "quarantine"
 TEMPORARY = ".tmp"
-_PIECE = 4 * 2**20
+_PIECE = 2**18  # bytes that one processor checks or copies in less time than a token takes
 
 
 class Cancelled(Exception):
     """What was being written is not wanted any more."""
+
+
+def pieces(data: Any, between: Callable[[], bool]) -> Iterator[memoryview]:
+    """`data` in short pieces.  Cancelled where `between()`, called before each of them, says so."""
+    view = memoryview(data).cast("B")
+    for start in range(0, len(view), _PIECE):
+        if between():
+            raise Cancelled
+        yield view[start : start + _PIECE]
 
 
 class Folder:
@@ -149,13 +158,11 @@ class Folder:
         return True
 
     @staticmethod
-    def fill(descriptor: int, data: Any, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Write all of `data`.  Cancelled as soon as `cancelled()`."""
-        view = memoryview(data).cast("B")
-        while len(view):
-            if cancelled():
-                raise Cancelled
-            view = view[os.write(descriptor, view[:_PIECE]) :]
+    def fill(descriptor: int, data: Any, between: Callable[[], bool] = lambda: False) -> None:
+        """Write all of `data`, a piece at a time.  Cancelled where `between()`, called before each, says so."""
+        for piece in pieces(data, between):
+            while len(piece):
+                piece = piece[os.write(descriptor, piece) :]
 
     def publish(self, temporary: str, descriptor: int, name: str) -> None:
         """Give a file that is filled its name, such that it survives a power failure."""

@@ -221,7 +221,7 @@ class DiskTier:
         self.bytes_offered += data.nbytes
         self._writer.put(
             Job(
-                lambda job: self._files.store(row, data.data, lambda: job.cancelled),
+                lambda job: self._files.store(row, data.data, lambda: self._writer.between(job)),
                 data.nbytes,
                 namespace,
                 lambda: self._unqueue(row),

@@ -6,15 +6,17 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 __all__ = ["Job", "Writer"]
 
 log = logging.getLogger("skippy")
 
+_PAUSE = 0.001  # seconds between two pieces of a job: threads that compute share the processors with this one
 _IDLE = 2.0  # seconds after which the thread ends, so that it does not keep alive what nobody uses
 
 
@@ -26,7 +28,7 @@ class Job:
     nbytes: int = 0
     namespace: str | None = None
     drop: Callable[[], None] = lambda: None
-    cancelled: bool = False  # `run` looks at it now and then
+    cancelled: bool = False  # `Writer.between` tells `run`
 
 
 class Writer:
@@ -40,6 +42,7 @@ class Writer:
         self.most = most
         self.queued = 0
         self.patient = False
+        self._awaited = 0  # by how many
         self._jobs: deque[Job] = deque()
         self._running: Job | None = None
         self._thread: threading.Thread | None = None
@@ -53,9 +56,10 @@ class Writer:
 
         with self.work:
             if self.patient:
-                while not room():
-                    self._start()
-                    self.work.wait(0.5)
+                with self._awaiting():
+                    while not room():
+                        self._start()
+                        self.work.wait(0.5)
             return room() and not self._stopping
 
     def put(self, job: Job) -> None:
@@ -112,6 +116,26 @@ class Writer:
                 self.work.notify_all()
         return True
 
+    def between(self, job: Job) -> bool:
+        """To be called between short pieces of a job; whether it is not wanted any more.
+
+        Whoever decodes meanwhile loses a piece's time at once, not a job's: the thread pauses a little, unless somebody
+        waits for it or half of what may wait does.
+        """
+        hurry = self._awaited or self._stopping or 2 * self.queued > self.most
+        if not hurry and not job.cancelled and threading.current_thread() is self._thread:
+            time.sleep(_PAUSE)
+        return job.cancelled
+
+    @contextmanager
+    def _awaiting(self) -> Iterator[None]:
+        """While somebody waits for what is being done.  With `work` held."""
+        self._awaited += 1
+        try:
+            yield
+        finally:
+            self._awaited -= 1
+
     def discard(self, choose: Callable[[Job], bool]) -> None:
         """Drop the jobs that `choose` names; one that is running has ended when this returns."""
         with self.work:
@@ -128,7 +152,7 @@ class Writer:
 
     def flush(self, progress: Callable[[int], None] | None = None) -> None:
         """Wait until everything is done; `progress` gets the bytes that are left, twice a second."""
-        with self.work:
+        with self.work, self._awaiting():
             while self._jobs or self._running is not None:
                 if not self._start() and self._running is None:
                     break
