@@ -293,7 +293,7 @@ def test_the_page_stands_alone_and_says_who_was_not_there() -> None:
     page = page_of(figures)
     assert page.count("<svg") == 4
     assert "&lt;m&gt;" in page
-    assert "<td>server-1</td><td>not there: no program</td>" in page
+    assert "<td>server-1</td><td class=absent colspan=13>not there: no program</td>" in page
     assert "skippy evaluated no more tokens than any other arm" in page
     links = set(re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"'\s>)]+)""", page))
     assert {link for link in links if not link.startswith("#")} == set()  # glyph outlines, and nothing from outside

@@ -16,7 +16,8 @@ body { color: #111; background: #fff }
 h1 { font-size: 1.5rem } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top: 1px solid #999; padding-top: 1rem }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ccc; white-space: nowrap }
-th:first-child, td:first-child { text-align: left } tr.ours td { font-weight: 600 }
+th:first-child, td:first-child { text-align: left }
+td.absent { text-align: left; white-space: normal } tr.ours td { font-weight: 600 }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem }
 .plots { margin-top: 1rem }
 figure { margin: 0 } figcaption { font-size: .9rem } svg { width: 100%; height: auto }
@@ -84,6 +85,8 @@ def _section(figures: dict[str, Any], workload: dict[str, Any]) -> str:
     table = "<tr>" + "".join(f"<th>{_e(cell)}</th>" for cell in head) + "</tr>"
     for row in rows:
         cells = "".join(f"<td>{_e(cell)}</td>" for cell in row)
+        if not any(row[2:]):  # why it was not there, which would make one column as wide as a page
+            cells = f"<td>{_e(row[0])}</td><td class=absent colspan={len(row) - 1}>{_e(row[1])}</td>"
         table += f"<tr{' class=ours' if row[0] == 'skippy' else ''}>{cells}</tr>"
     pictures = [
         ("Time to first token over the requests", ttft_of(figures, name)),
