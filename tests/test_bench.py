@@ -7,8 +7,10 @@ import os
 import random
 import re
 import stat
+import subprocess
 import sys
 import textwrap
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -428,3 +430,37 @@ def test_a_process_that_dies_costs_its_arm_and_says_why(tmp_path: Path, monkeypa
         answers(3)
     with pytest.raises(ArmFailed, match="its process ended with 1: killed"):
         answers(1)  # all was answered, but it did not end as it should
+
+
+PARENT = """
+import sys
+from skippy.bench.processes import Worker
+
+sys.executable = sys.argv[1]
+worker = Worker({})
+worker.pause()
+print(worker._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process when its parent dies")
+def test_no_process_stays_behind_when_the_benchmark_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "python"
+    path.write_text(WORKER.format(python=sys.executable))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    status = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+    assert status.read_text().rpartition(")")[2].split()[0] == "T"  # it stands still
+    parent.kill()
+    parent.wait(10)
+    end = time.monotonic() + 10
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    parent.stdin.close()
+    parent.stdout.close()

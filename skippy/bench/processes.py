@@ -56,6 +56,12 @@ class Process(Protocol):
         """End it, and wait until it has ended."""
 
 
+# What stands still would stay for ever if this process were killed.  Linux ends it then, if it asks for that (1 is
+# PR_SET_PDEATHSIG, 9 SIGKILL); exec keeps what was asked.
+_ASK = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+_TIED = [sys.executable, "-I", "-S", "-c", _ASK] if sys.platform == "linux" else []
+
+
 class _Child:
     """A process that can stand still."""
 
@@ -85,7 +91,7 @@ class Worker(_Child):
     def __init__(self, settings: dict[str, Any]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "skippy.bench.worker", json.dumps(settings)],
+            [*_TIED, sys.executable, "-m", "skippy.bench.worker", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -146,7 +152,7 @@ class Server(_Child):
         self._url = f"http://127.0.0.1:{port}"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         command = [
-            settings["program"], "--model", settings["model"], "--host", "127.0.0.1", "--port", str(port),
+            *_TIED, settings["program"], "--model", settings["model"], "--host", "127.0.0.1", "--port", str(port),
             "--ctx-size", str(settings["n_ctx"] * slots), "--parallel", str(slots),
             "--batch-size", str(settings["n_batch"]), "--ubatch-size", str(settings["n_batch"]),
             "--threads", str(settings["threads"]), "--threads-batch", str(settings["threads"]),
