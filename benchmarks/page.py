@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from skippy.bench.attention import SUFFIX
 from skippy.bench.figures import problems
 
 ROOT = Path(__file__).parent.parent
@@ -168,8 +169,8 @@ def calibration_rows(found: dict[str, Any]) -> Iterator[Row]:
     for how, each in (found["flash_attention"] or {}).items():
         yield (
             f"flash attention {how}, behind {each['behind']:,.0f} tokens", "",
-            f"32 more {each['suffix_ms']:.1f} ms, one {each['token_ms']:.1f} ms, one beside as many cells of another "
-            f"conversation {each['token_beside_ms']:.1f} ms", None, "", command,
+            f"{SUFFIX} more {each['suffix_ms']:.1f} ms, one {each['token_ms']:.1f} ms, one beside as many cells of "
+            f"another conversation {each['token_beside_ms']:.1f} ms", None, "", command,
         )  # fmt: skip
 
 

@@ -6,10 +6,8 @@ import json
 import os
 import random
 import re
-import stat
 import subprocess
 import sys
-import textwrap
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +28,7 @@ from skippy.bench.table import text_of
 from skippy.bench.traces import TraceError, read_trace
 from skippy.bench.workloads import SIZES, WORKLOADS, Ask, Knobs, Lengths, Restart, Workload, Writer, make
 from skippy.history import common_length
+from tests.programs import has_ended, llama_server, mortal_worker, stat_of
 
 
 def draw(rng: random.Random, n: int) -> list[int]:
@@ -332,58 +331,16 @@ def test_restoring_pays_off_where_it_is_faster() -> None:
 
 # -- llama-server, played by a program of ours ------------------------------------------------------------
 
-SERVER = """
-#!{python}
-import json, sys, time
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if "broken" in arguments["--model"]:
-    sys.exit("no such model")
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.end_headers()
-        pieces = [
-            {{"content": "", "tokens": []}},
-            {{"content": "a", "tokens": [asked["prompt"][-1]]}},
-            {{"content": "b", "tokens": [asked["n_predict"], asked["id_slot"]]}},
-            {{"content": "", "tokens": [], "timings": {{"prompt_n": int(arguments["--ctx-size"])}}}},
-        ]
-        if asked["prompt"] == [666]:
-            pieces.pop()
-        for piece in pieces:
-            self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\\n\\n")
-            self.wfile.flush()
-
-
-HTTPServer(("127.0.0.1", int(arguments["--port"])), Handler).serve_forever()
-"""
-
 
 @pytest.fixture
 def server(tmp_path: Path) -> Path:
-    path = tmp_path / "llama-server"
-    path.write_text(textwrap.dedent(SERVER.format(python=sys.executable)).lstrip())
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
+    return llama_server(tmp_path)
 
 
 def settings(model: str) -> dict[str, Any]:
     return {
         "model": model, "n_ctx": 100, "n_batch": 64, "threads": 1, "n_gpu_layers": 0, "flash_attn": "on",
-        "ram_bytes": 2**20,
-        "disk_bytes": 2**20, "warm_up": [1, 2],
+        "ram_bytes": 2**20, "disk_bytes": 2**20, "warm_up": [1, 2],
     }  # fmt: skip
 
 
@@ -407,20 +364,8 @@ def test_an_arm_that_cannot_start_says_why(server: Path, tmp_path: Path) -> None
         stack.enter_context(started(ARMS["skippy"], settings("missing.gguf"), conversations=1, folder=tmp_path))
 
 
-WORKER = """#!{python}
-import sys
-print('{{"ready": true, "memory_kib": 1}}', flush=True)
-sys.stdin.readline()
-print('{{"tokens": [1]}}', flush=True)
-sys.exit("killed")
-"""
-
-
 def test_a_process_that_dies_costs_its_arm_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "python"
-    path.write_text(WORKER.format(python=sys.executable))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setattr(sys, "executable", str(mortal_worker(tmp_path)))
 
     def answers(asks: int) -> list[dict[str, Any]]:
         with started(ARMS["skippy"], settings("m.gguf"), conversations=1, folder=tmp_path) as process:
@@ -446,21 +391,21 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process when its parent dies")
 def test_no_process_stays_behind_when_the_benchmark_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "python"
-    path.write_text(WORKER.format(python=sys.executable))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, mortal_worker(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert parent.stdin is not None
     assert parent.stdout is not None
-    status = Path(f"/proc/{int(parent.stdout.readline())}/stat")
-    assert status.read_text().rpartition(")")[2].split()[0] == "T"  # it stands still
+    process = Path(f"/proc/{int(parent.stdout.readline())}")
+    assert stat_of(process)[0] == "T"  # it stands still
     parent.kill()
     parent.wait(10)
     end = time.monotonic() + 10
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < end:
+    while not (ended := has_ended(process)) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert ended
     parent.stdin.close()
     parent.stdout.close()

@@ -20,6 +20,7 @@ from skippy.bench.play import Settings, TooLong
 from skippy.bench.processes import ArmFailed
 from skippy.bench.run import Run, run
 from skippy.bench.workloads import Knobs, Lengths
+from tests.programs import llama_server, stat_of
 
 KNOBS = Knobs(2, 3, Lengths("fixed", 120), Lengths("fixed", 20), Lengths("fixed", 150), 4)
 ARMS = ["cold", "llama-cpp", "ram-cache", "skippy", "skippy-pool", "skippy-ram", "skippy-disk"]
@@ -82,10 +83,10 @@ def test_rounds_are_played_in_changed_order(tiny: Callable[[str], Path]) -> None
 def states_of_workers() -> list[str]:
     """The state of each arm's process that this one has started: T is one that was stopped."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            worker = b"skippy.bench.worker" in path.with_name("cmdline").read_bytes()
+            state, parent = stat_of(process)[:2]
+            worker = b"skippy.bench.worker" in (process / "cmdline").read_bytes()
             if worker and int(parent) == os.getpid():
                 found.append(state)
     return found
@@ -131,44 +132,10 @@ def test_without_memory_for_all_each_arm_plays_by_itself(
     assert all("unavailable" not in arm for arm in figures["workloads"][0]["arms"].values())
 
 
-MORTAL = """#!{python}
-import json, os, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-left = [3]
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self):
-        left[0] -= 1
-        if not left[0]:
-            print("out of memory", flush=True)
-            os._exit(1)
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.end_headers()
-        data = {{"tokens": [5], "timings": {{"prompt_n": len(asked["prompt"])}}}}
-        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\\n\\n")
-
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
-
 def test_an_arm_that_dies_in_its_turn_is_left_out_and_the_others_go_on(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    server = tmp_path / "llama-server"
-    server.write_text(MORTAL.format(python=sys.executable))
-    server.chmod(0o755)
+    server = llama_server(tmp_path, answers=2)
     settings = Settings(tiny("llama"), n_ctx=1024, n_batch=128, threads=1, ram_bytes=2**26)
     told: list[tuple[int, str]] = []
     figures = run(

@@ -127,7 +127,7 @@ def test_what_is_not_wanted_any_more_is_not_written_on() -> None:
 
 
 def test_a_state_of_many_pieces_is_checked_as_a_whole(tmp_path: Path) -> None:
-    """Its checksum is made piece by piece; one that does not fit is not written."""
+    """Its checksum is made piece by piece, and is that of all of them."""
     tier = open_tier(tmp_path / "kv")
     offer(tier, path_of(1000, 1), per_token=1000)
     tier._writer.flush()

@@ -15,13 +15,13 @@ from skippy.bench.workloads import Workload
 __all__ = ["figures_of", "percentiles", "problems", "workload_figures"]
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The 50th, 90th and 99th percentile, each a value that was measured.
+def percentiles(values: Sequence[float], at: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
+    """The 50th, 90th and 99th percentile, or those `at` others, each a value that was measured.
 
     >>> percentiles([5.0, 1.0, 2.0, 3.0])
     {'p50': 2.0, 'p90': 5.0, 'p99': 5.0}
     """
-    return {f"p{p}": float(np.percentile(values, p, method="inverted_cdf")) for p in (50, 90, 99)}
+    return {f"p{p}": float(np.percentile(values, p, method="inverted_cdf")) for p in at}
 
 
 def figures_of(workloads: Sequence[Workload], arms: Sequence[Arm], played: Played) -> dict[str, Any]:
@@ -68,9 +68,7 @@ def _times(rows: list[Row], arm: str) -> dict[tuple[int, int], float]:
 def _in_pairs(ours: dict[tuple[int, int], float], theirs: dict[tuple[int, int], float]) -> dict[str, float] | None:
     """How many times as long skippy's TTFT was, request by request: quartiles.  None without requests of both."""
     ratios = [ours[key] / theirs[key] for key in ours.keys() & theirs.keys() if theirs[key] > 0]
-    if not ratios:
-        return None
-    return {f"p{p}": float(np.percentile(ratios, p, method="inverted_cdf")) for p in (25, 50, 75)}
+    return percentiles(ratios, (25, 50, 75)) if ratios else None
 
 
 def _arm(rows: list[Row], loaded_kib: int) -> dict[str, Any]:
